@@ -1,0 +1,101 @@
+"""From a recipe to living objects: the only place that wires rooms together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qarl.errors import ConfigurationError
+from qarl.evaluate import EvalSet
+from qarl.learner.learner import Learner
+from qarl.loop import Cast, Plan
+from qarl.models.config import ModelConfig
+from qarl.models.decoder import Decoder
+from qarl.models.names import LoadedModel, load_model
+from qarl.prompts import Renderer, SplitSource
+from qarl.quant import Plan as SchemePlan
+from qarl.quant import plan_schemes, scheme_named
+from qarl.recipe import Recipe
+from qarl.records import Prompt, Sampling
+from qarl.rewards import Scorer
+from qarl.rollout.native import NativeEngine, Progress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class System:
+    """Everything a run needs. `account` tells people what was resolved, the rendered first prompt included."""
+
+    cast: Cast
+    plan: Plan
+    questions: EvalSet | None
+    account: str
+
+
+def build(recipe: Recipe, progress: Progress | None = None) -> System:
+    """Load the model and make every part; ConfigurationError for whatever cannot work, before any training.
+
+    `progress` is told (finished, all) completions during rollouts.
+    """
+    model = load_model(recipe.model)
+    _check_context(recipe, model.config)
+    renderer = recipe.prompts.renderer(model.tokenizer)
+    source = recipe.prompts.build(renderer, recipe.seed)
+    stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
+    plan = Plan(
+        seed=recipe.seed,
+        steps=recipe.steps,
+        prompts_per_step=recipe.prompts_per_step,
+        group_size=recipe.group_size,
+        sampling=Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops),
+    )
+    schemes = scheme_plan(recipe, model)
+    engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
+    learner = Learner(recipe, model, schemes)
+    scorer = Scorer(recipe.rewards, recipe.max_reward_error_share)
+    first = source.take(0, recipe.prompts_per_step)[0]
+    return System(
+        cast=Cast(source, engine, scorer, recipe.advantage, learner),
+        plan=plan,
+        questions=_questions(recipe, source, stops),
+        account=describe(recipe, model, schemes, renderer, first),
+    )
+
+
+def scheme_plan(recipe: Recipe, model: LoadedModel) -> SchemePlan:
+    """Which matrix of the model gets which scheme."""
+    matrices = Decoder(model.config, model.sampleable).matrices()
+    return plan_schemes(matrices, scheme_named(recipe.scheme), recipe.quant)
+
+
+def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: Renderer, first: Prompt) -> str:
+    """What a recipe resolved to, for people."""
+    parameters = sum(tensor.numel() for tensor in model.tensors.values())
+    level = "exact (engine and learner share every operation)" if recipe.alignment == "auto" else "none (as asked)"
+    return "\n".join(
+        [
+            f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
+            f"parameters, {model.sampleable} tokens",
+            f"scheme {recipe.scheme}: {schemes.describe()}",
+            f"alignment {recipe.alignment}: {level}",
+            f"prompts rendered {'with the chat template' if renderer.chat else 'as plain text'}; the first one, "
+            f"{len(first.token_ids)} tokens:",
+            *(f"  | {line}" for line in first.text.splitlines()),
+        ]
+    )
+
+
+def _questions(recipe: Recipe, source: SplitSource, stops: tuple[int, ...]) -> EvalSet | None:
+    if recipe.eval is None:
+        return None
+    sampling = Sampling(recipe.eval.temperature, recipe.sampling.max_new_tokens, stops)
+    prompts = source.held_out(recipe.eval.count)
+    return EvalSet(recipe.eval.name, prompts, recipe.eval.samples, sampling, recipe.eval.correct_term)
+
+
+def _check_context(recipe: Recipe, model: ModelConfig) -> None:
+    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
+    if longest > model.max_position_embeddings:
+        raise ConfigurationError(
+            f"prompts.max_prompt_tokens = {recipe.prompts.max_prompt_tokens} + sampling.max_new_tokens = "
+            f"{recipe.sampling.max_new_tokens} exceed the model's context of {model.max_position_embeddings} tokens; "
+            "lower one of them"
+        )

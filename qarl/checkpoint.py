@@ -1,0 +1,290 @@
+"""Run state on disk that survives a crash at any moment: whole checkpoints or none.
+
+A checkpoint is a folder `step-N`. It is written under a temporary name, described by a manifest of sizes and digests,
+flushed to the disk and renamed; a folder that bears its final name is therefore complete, and damage that happens
+later is found by its manifest. What is inside is the writer's business: tensors as safetensors, the rest as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qarl.config import Config
+from qarl.errors import ConfigurationError, RunError
+
+LATEST = "latest"
+METADATA = "metadata.json"
+_WRITING = ".tmp-"
+_REPLACED = ".old-"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A whole checkpoint. `metadata` is what its writer passed to `save`; `score` is None where none was given."""
+
+    step: int
+    folder: Path
+    metadata: Mapping[str, JsonValue]
+    score: float | None
+
+
+class CheckpointStore:
+    """The checkpoints of one run, seen by the one process that writes them; hold the run's lock while it exists.
+
+    Keeps the `keep_last` (>= 1) newest and, with `keep_best`, the one with the highest score.
+    """
+
+    def __init__(self, folder: Path, keep_last: int = 2, keep_best: bool = False) -> None:
+        assert keep_last >= 1, "the newest checkpoint is never removed"
+        self._folder = folder
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tidy()
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        metadata: Mapping[str, JsonValue],
+        score: float | None = None,
+    ) -> Checkpoint:
+        """Store one checkpoint: `write` fills an empty folder, which then becomes `step-N` in one motion.
+
+        `metadata` is JSON without NaN; a higher `score` is better, and one that is not finite counts as none. A
+        checkpoint of the same step is replaced. Raises RunError when the disk refuses; whatever else `write` raises
+        passes through. Either way nothing of the attempt is left and earlier checkpoints are untouched.
+        """
+        score = score if score is not None and math.isfinite(score) else None
+        unfinished = self._folder / f"{_WRITING}step-{step}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            write(unfinished)
+            self._seal(unfinished, step, metadata, score)
+            self._put_in_place(unfinished, step)
+            write_atomically(self._folder / LATEST, f"step-{step}\n")
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise RunError(self._failure(step, error)) from error
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        try:
+            self._prune()
+        except OSError as error:
+            # No state is lost; if it matters the disk fills, and the next save says so.
+            _log.warning("%s: old checkpoints could not be removed: %s", self._folder, error)
+        return Checkpoint(step, self._folder / f"step-{step}", dict(metadata), score)
+
+    def newest(self) -> Checkpoint | None:
+        """The whole checkpoint that was saved last; see `newest_checkpoint`."""
+        return newest_checkpoint(self._folder)
+
+    def _records(self) -> dict[Path, _Record]:
+        return {folder: record for folder in _step_folders(self._folder) if (record := _record_or_reason(folder)[0])}
+
+    def _seal(self, folder: Path, step: int, metadata: Mapping[str, JsonValue], score: float | None) -> None:
+        """Add the manifest and force everything onto the disk."""
+        assert not (folder / METADATA).exists(), f"{METADATA} is the store's own"
+        serial = 1 + max((record.serial for record in self._records().values()), default=0)
+        record = _Record(step=step, serial=serial, score=score, metadata=dict(metadata), files=_manifest(folder))
+        _write_flushed(folder / METADATA, json.dumps(record.model_dump(), allow_nan=False, indent=1))
+        _flush_folders(folder)
+
+    def _put_in_place(self, finished: Path, step: int) -> None:
+        """Rename; a folder already there steps aside first, and `_tidy` puts it back if we die in between."""
+        place, aside = self._folder / f"step-{step}", self._folder / f"{_REPLACED}step-{step}"
+        if place.exists():
+            place.rename(aside)
+        finished.rename(place)
+        _flush(self._folder)
+        if aside.exists():
+            shutil.rmtree(aside)
+
+    def _prune(self) -> None:
+        records = self._records()
+        newest_first = sorted(records, key=lambda folder: records[folder].serial, reverse=True)
+        keep = set(newest_first[: self._keep_last])
+        scores = {folder: record.score for folder, record in records.items() if record.score is not None}
+        if self._keep_best and scores:
+            # Of equals, the newest: it has seen more training.
+            keep.add(max(scores, key=lambda folder: (scores[folder], records[folder].serial)))
+        for folder in set(records) - keep:
+            # Renamed first, so that a kill cannot leave a half-removed folder under a checkpoint's name.
+            condemned = folder.rename(self._folder / f"{_WRITING}removing-{folder.name}")
+            shutil.rmtree(condemned)
+
+    def _tidy(self) -> None:
+        """Clear away what a killed process left."""
+        for aside in self._folder.glob(f"{_REPLACED}step-*"):
+            place = self._folder / aside.name.removeprefix(_REPLACED)
+            if place.exists():
+                shutil.rmtree(aside)
+            else:
+                _log.warning("%s: put back, its replacement was never finished", place)
+                aside.rename(place)
+        for unfinished in self._folder.glob(f"{_WRITING}*"):
+            _log.warning("%s: removed, it was never finished", unfinished)
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink()
+
+    def _failure(self, step: int, error: OSError) -> str:
+        survivor = self.newest()
+        rest = f"{survivor.folder} is whole" if survivor else "there is no earlier checkpoint"
+        reason = error.strerror or error
+        return f"the checkpoint of step {step} could not be written to {self._folder}: {reason}; {rest}"
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The whole checkpoint in `folder` that was saved last; changes nothing, so a run may be writing there.
+
+    Damaged ones are passed over and the reason is logged. "Last" is the order of saving, not the step: a run that went
+    back to an earlier step continues from where it is now.
+    """
+    found = []
+    for candidate in _step_folders(folder):
+        record, reason = _record_or_reason(candidate)
+        if record is None:
+            _log.warning("%s: passed over, %s", candidate, reason)
+        else:
+            found.append((record.serial, candidate))
+    for _, candidate in sorted(found, reverse=True):
+        try:
+            return open_checkpoint(candidate)
+        except ConfigurationError as error:
+            _log.warning("passed over, %s", error)
+    return None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in this folder, every byte checked against its manifest; ConfigurationError when damaged."""
+    record, reason = _record_or_reason(folder)
+    if record is None:
+        raise ConfigurationError(f"{folder}: {reason}; choose another checkpoint")
+    for name, expected in record.files.items():
+        try:
+            actual = _describe_file(folder / name)
+        except OSError as error:
+            raise ConfigurationError(f"{folder / name}: {error.strerror}; choose another checkpoint") from error
+        if actual != expected:
+            raise ConfigurationError(
+                f"{folder / name}: damaged, {actual.size} bytes where {expected.size} were written"
+                f"{'' if actual.size != expected.size else ' but with other content'}; choose another checkpoint"
+            )
+    return Checkpoint(record.step, folder, record.metadata, record.score)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, flushed to the disk; they may not share memory. OSError when the disk refuses."""
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(contiguous, path)
+        # The library leaves the file readable by its owner alone, whatever the umask says.
+        path.chmod(mode)
+    except SafetensorError as error:
+        # The library wraps what the operating system said; callers have one plan for a full disk, however it shows.
+        raise OSError(None, str(error), str(path)) from error
+    _flush(path)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors written by `save_tensors`, on the CPU; backed by the file until copied. RunError when unreadable."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file so that a reader, or a crash, sees the old or the new content and nothing between."""
+    unfinished = path.with_name(f"{_WRITING}{path.name}")
+    _write_flushed(unfinished, text)
+    unfinished.replace(path)
+    _flush(path.parent)
+
+
+class _File(Config):
+    size: int
+    sha256: str
+
+
+class _Record(Config):
+    """The content of metadata.json. `serial` counts saves of a run, and so tells which checkpoint is newest."""
+
+    step: int
+    serial: int
+    score: float | None
+    metadata: dict[str, JsonValue]
+    files: dict[str, _File]
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+
+
+def _record_or_reason(folder: Path) -> tuple[_Record | None, str]:
+    """The manifest of a checkpoint, or why there is none."""
+    try:
+        return _Record.model_validate_json((folder / METADATA).read_bytes()), ""
+    except OSError as error:
+        return None, f"its {METADATA} cannot be read ({error.strerror})"
+    except ValidationError as error:
+        return None, f"its {METADATA} is damaged ({error.errors()[0]['msg']})"
+
+
+def _manifest(folder: Path) -> dict[str, _File]:
+    """Every file below, flushed to the disk."""
+    files: dict[str, _File] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _flush(path)
+            files[path.relative_to(folder).as_posix()] = _describe_file(path)
+    return files
+
+
+def _describe_file(path: Path) -> _File:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return _File(size=file.tell(), sha256=digest)
+
+
+def _write_flushed(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folders(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _flush(path)
+
+
+def _flush(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

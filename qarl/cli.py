@@ -1,0 +1,244 @@
+"""The command line. Nothing heavy is imported before a command runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter, validators
+
+from qarl import __version__
+from qarl.errors import ConfigurationError, RunError
+from qarl.interrupts import Interrupted
+
+DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+app = App(
+    name="qarl",
+    version=__version__,
+    help="Reinforcement learning of language models with low-bit rollouts, trained exactly as served.",
+    result_action="return_value",
+)
+bench = App(name="bench", help="Measure speed on this machine.")
+app.command(bench)
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")]
+Overrides = Annotated[
+    str,
+    Parameter(
+        allow_leading_hyphen=True,
+        show_default=False,
+        help="Recipe keys to change: --learner.lr=1e-5 --rewards.0.weight=2; values are TOML. "
+        "Another `type` starts its table afresh.",
+    ),
+]
+Scheme = Annotated[str, Parameter(help="Quantization scheme: none, w8a8-int8, ... (`qarl doctor` lists them).")]
+Model = Annotated[str, Parameter(help="A folder, a run, a hub id, or a known name (tiny, smollm2-135m).")]
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+Batch = Annotated[Count, Parameter(help="Sequences at a time.")]
+PromptLength = Annotated[Count, Parameter(help="Tokens of every prompt.")]
+NewTokens = Annotated[Count, Parameter(help="Tokens of every completion.")]
+
+
+@app.command
+def train(
+    recipe: Annotated[Path, Parameter(help="A TOML recipe.")],
+    /,
+    *overrides: Overrides,
+    run_dir: Annotated[Path | None, Parameter(help="Run folder; by default a new one in runs/.")] = None,
+    resume: Annotated[
+        str, Parameter(help="auto: go on where --run-dir has a checkpoint; never; or a run folder to go on from.")
+    ] = "auto",
+    dry_run: Annotated[bool, Parameter(negative="", help="Check everything and say what would happen.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model by a recipe."""
+    from qarl.build import build
+    from qarl.recipe import load_recipe, to_toml
+    from qarl.run import describe, open_run
+    from qarl.run import train as run_to_the_end
+
+    resolved = load_recipe(recipe, overrides)
+    start = open_run(resolved, recipe.stem, run_dir, resume)
+    system = build(resolved)
+    if dry_run:
+        _progress(to_toml(resolved))
+        _progress(system.account)
+        todo = f"would run steps {start.step + 1} to {resolved.steps} in {start.folder.path}; nothing was trained"
+        plan = {"run_dir": str(start.folder.path), "first_step": start.step, "steps": resolved.steps}
+        _answer({"dry_run": True, **plan, "recipe": resolved.model_dump(mode="json")}, as_json, todo)
+        return
+    summary = run_to_the_end(resolved, system, start, sys.stderr)
+    _answer(summary, as_json, describe(summary))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, Parameter(help="A run folder (its newest checkpoint is asked), or a model.")],
+    /,
+    *overrides: Overrides,
+    prompts: Annotated[
+        str | None, Parameter(help="A file of questions, or arithmetic, reasoning_gym, ...; by default the run's own.")
+    ] = None,
+    samples: Annotated[Count, Parameter(name=["-k", "--samples"], help="Answers a question; the k of pass@k.")] = 1,
+    count: Annotated[Count | None, Parameter(help="How many questions; by default all of a file, else 200.")] = None,
+    temperature: Annotated[float, Parameter(help="Divides the logits; 0 takes the likeliest token.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Ask a model held-out questions."""
+    from qarl.assess import assess
+
+    _answer(assess(model, prompts, samples, count, temperature, overrides), as_json)
+
+
+@app.command
+def align(
+    model: Model,
+    /,
+    *,
+    scheme: Scheme,
+    engine: Annotated[Literal["native"], Parameter(help="The engine to compare the learner with.")] = "native",
+    tokens: Annotated[Count, Parameter(help="About how many tokens to compare.")] = 512,
+    kv: Annotated[Literal["fp32"], Parameter(help="Number format of cached keys and values.")] = "fp32",
+    as_json: Json = False,
+) -> None:
+    """Measure how far engine and learner disagree."""
+    from qarl.align import align as measure
+
+    _answer(measure(model, scheme, engine, tokens, kv), as_json)
+
+
+@bench.command(name="rollout")
+def bench_rollout(
+    *,
+    model: Model = "smollm2-135m",
+    scheme: Scheme = "w8a8-int8",
+    batch: Batch = 64,
+    prompt_len: PromptLength = 64,
+    new_tokens: NewTokens = 64,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of the engine."""
+    from qarl.bench import rollout
+
+    _answer(rollout(model, scheme, batch, prompt_len, new_tokens), as_json)
+
+
+@bench.command(name="learner")
+def bench_learner(
+    *,
+    model: Model = "smollm2-135m",
+    scheme: Scheme = "w8a8-int8",
+    batch: Batch = 16,
+    prompt_len: PromptLength = 64,
+    new_tokens: NewTokens = 64,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of the learner's update."""
+    from qarl.bench import learner
+
+    _answer(learner(model, scheme, batch, prompt_len, new_tokens), as_json)
+
+
+@bench.command(name="step")
+def bench_step(
+    *,
+    model: Model = "smollm2-135m",
+    scheme: Scheme = "w8a8-int8",
+    batch: Batch = 64,
+    prompt_len: PromptLength = 32,
+    new_tokens: NewTokens = 20,
+    as_json: Json = False,
+) -> None:
+    """Seconds of a whole training step."""
+    from qarl.bench import step
+
+    _answer(step(model, scheme, batch, prompt_len, new_tokens), as_json)
+
+
+@bench.command(name="kernels")
+def bench_kernels(
+    *,
+    model: Model = "smollm2-135m",
+    scheme: Scheme = "w8a8-int8",
+    batch: Batch = 64,
+    as_json: Json = False,
+) -> None:
+    """Speed of each operation at the model's sizes."""
+    from qarl.bench import kernels
+
+    _answer(kernels(model, scheme, batch), as_json)
+
+
+@app.command
+def doctor(*, as_json: Json = False) -> None:
+    """Show versions, the processor, and which kernels are real, emulated or absent."""
+    from qarl.doctor import examine
+
+    _answer(examine(), as_json)
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; the reason of a failure is the last line on stderr.
+
+    What is neither a fault of the configuration nor of the run is ours, and keeps its traceback.
+    """
+    try:
+        app(list(arguments), exit_on_error=False, print_error=False)
+    except (CycloptsError, ConfigurationError) as error:
+        return _refuse(error, MISUSED)
+    except RunError as error:
+        return _refuse(error, FAILED)
+    except Interrupted as error:
+        return _refuse(error, INTERRUPTED)
+    except KeyboardInterrupt:
+        return _refuse("interrupted; nothing was saved since the last checkpoint", INTERRUPTED)
+    return DONE
+
+
+def _refuse(reason: object, code: int) -> int:
+    _progress(f"qarl: {reason}")
+    return code
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _answer(result: Mapping[str, Any], as_json: bool, text: str | None = None) -> None:
+    """The result on standard output, as one JSON line or for people."""
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        print("\n".join(_lines(result)) if text is None else text, flush=True)
+
+
+def _lines(result: Mapping[str, Any], indent: str = "") -> list[str]:
+    """`key  value` lines; tables are indented below their key, lists of tables have one line an entry."""
+    width = max((len(key) for key in result), default=0)
+    lines = []
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{key}", *_lines(value, indent + "  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            rows = ("  ".join(f"{name} {_shown(one)}" for name, one in row.items()) for row in value)
+            lines += [f"{indent}{key}", *(f"{indent}  {row}" for row in rows)]
+        else:
+            lines.append(f"{indent}{key:<{width}}  {_shown(value)}")
+    return lines
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "none"
+    return "-" if value is None else str(value)

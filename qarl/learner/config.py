@@ -1,0 +1,32 @@
+"""What a user chooses about learning. Optimizers and schedules bring their own classes (`optim/`)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from qarl.config import Config
+from qarl.optim import AdamW, Constant, OptimizerConfig, ScheduleConfig
+
+
+class LearnerConfig(Config):
+    """How a rollout batch becomes optimizer steps."""
+
+    lr: float = Field(1e-6, gt=0.0, description="Peak learning rate.")
+    updates_per_batch: int = Field(
+        1, ge=1, description="Optimizer steps per rollout batch; the batch's prompts are split evenly among them."
+    )
+    micro_batch_tokens: int = Field(
+        2048, ge=1, description="Most tokens (prompt and completion) in one forward and backward pass."
+    )
+    head_chunk_tokens: int = Field(
+        256, ge=1, description="Positions whose logits exist at a time; bounds memory by this times the vocabulary."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Keep one activation per layer and recompute the rest in the backward pass."
+    )
+    max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm is clipped to this.")
+    max_skipped_updates: int = Field(
+        3, ge=0, description="Consecutive updates with a non-finite loss or gradient before the run stops."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=AdamW, description="The update rule.")
+    schedule: ScheduleConfig = Field(default_factory=Constant, description="Learning-rate factor as a function of the step.")

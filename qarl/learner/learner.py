@@ -1,0 +1,247 @@
+"""The learner: packs rollouts, runs the aligned forward, the objective and the backward pass, steps, publishes.
+
+Its forward multiplies the very codes it published, so that what is trained is what was served. Shape letters:
+B completions, L longest completion, S scored tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from qarl.checkpoint import load_tensors, save_tensors
+from qarl.errors import RunError
+from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly
+from qarl.learner.config import LearnerConfig
+from qarl.learner.mismatch import mismatch_metrics
+from qarl.metrics import Last, Mean, Metrics, Sum, merge
+from qarl.models.decoder import Decoder
+from qarl.models.load import load_folder
+from qarl.models.save import save_folder
+from qarl.ops.head import token_logprobs
+from qarl.optim.clipping import clip_grad_norm
+from qarl.quant.scheme import Scheme
+from qarl.records import Advantages, Group, LossInputs, Snapshot
+from qarl.roles import Objective
+from qarl.sync.snapshot import operands_of, take_snapshot, unquantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Alignment = Literal["auto", "none"]
+
+
+class LocalLearner:
+    """One process, one model. `version` counts the rollout batches trained."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        decoder: Decoder,
+        objective: Objective,
+        schemes: Mapping[str, Scheme],
+        alignment: Alignment,
+        temperature: float,
+        max_new_tokens: int,
+        total_steps: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = config
+        self.decoder = decoder
+        self.objective = objective
+        self.schemes = schemes
+        self.alignment = alignment
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        self.total_steps = total_steps
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.skipped_in_a_row = 0
+        self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
+        self._snapshot = self._requantize()
+        self._reference = frozen_copy(decoder, self._snapshot) if objective.needs_reference else None
+
+    def publish(self) -> Snapshot:
+        """The current weights, quantized once: the learner's own forward uses the same."""
+        return self._snapshot
+
+    def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
+        """Train on one rollout batch in `updates_per_batch` optimizer steps, over consecutive prompts.
+
+        Completions with a NaN advantage are left out. RunError when tokens are not of the current version, or
+        after too many updates in a row with a non-finite loss or gradient.
+        """
+        self._check_versions(groups)
+        updates = split_evenly(shares_of(groups, advantages), self.config.updates_per_batch)
+        batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in updates]
+        old = self._old_logprobs(batches)
+        reports: list[Metrics] = []
+        published = self._snapshot
+        for index, (shares, micros) in enumerate(zip(updates, batches, strict=True)):
+            reports.append(self._optimizer_step(shares, micros, old[index], is_first=index == 0))
+            self._snapshot = self._requantize()
+        self.version += 1
+        # Requantizing made this snapshot before the batch counted as trained.
+        self._snapshot = Snapshot(
+            self.version, self._snapshot.tensors, self._snapshot.schemes, self._snapshot.checksum, self._snapshot.operands
+        )
+        return merge(reports) | {"quant/codes_flipped": codes_flipped(published, self._snapshot)}
+
+    def save(self, folder: Path) -> None:
+        """Masters as a Hugging Face folder `model/`, optimizer state and counters beside it."""
+        masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
+        save_folder(folder / "model", self.decoder.config, masters, self.tokenizer)
+        tensors, scalars = self.optimizer.export_state()
+        save_tensors(folder / "optimizer.safetensors", tensors)
+        state = {"version": self.version, "skipped_in_a_row": self.skipped_in_a_row, "optimizer": scalars}
+        (folder / "learner.json").write_text(json.dumps(state))
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `save` wrote. RunError when it belongs to another model or optimizer."""
+        _, tensors = load_folder(folder / "model")
+        state = json.loads((folder / "learner.json").read_text())
+        self.optimizer.import_state(load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
+        with torch.no_grad():
+            for name, parameter in self.decoder.named_parameters():
+                if parameter.shape != tensors[name].shape:
+                    raise RunError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, the model another")
+                parameter.copy_(tensors[name])
+        self.version, self.skipped_in_a_row = state["version"], state["skipped_in_a_row"]
+        self._snapshot = self._requantize()
+
+    def logprobs(self, micro: MicroBatch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities (and entropies) of the scored tokens [S] under what this learner would train."""
+        return score(self.decoder, micro, self.temperature, self.config, with_entropy)
+
+    def _requantize(self) -> Snapshot:
+        """Quantize the masters for publishing, and multiply with the result (or, unaligned, with the masters)."""
+        snapshot = take_snapshot(self.decoder, self.schemes, self.version)
+        if self.alignment == "none":
+            self.decoder.serve_masters()
+        else:
+            self.decoder.serve(operands_of(self.decoder, snapshot))
+        return snapshot
+
+    def _check_versions(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for completion in group.completions:
+                if bool((completion.versions != self.version).any()):
+                    raise RunError(
+                        f"prompt {group.prompt.id}: tokens sampled by version {int(completion.versions.min())}, the "
+                        f"learner has version {self.version}; stale rollouts need a correction that is not configured"
+                    )
+
+    def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
+        """The learner's log-probabilities before the first step, [B, L] per micro-batch.
+
+        Aligned, they are the engine's own; otherwise one more forward pass computes them.
+        """
+        if self.alignment != "none":
+            return [[micro.engine_BL for micro in micros] for micros in batches]
+        with torch.no_grad():
+            return [[micro.frame(self.logprobs(micro)[0]) for micro in micros] for micros in batches]
+
+    def _optimizer_step(
+        self, shares: Sequence[Share], micros: Sequence[MicroBatch], old: Sequence[Tensor], is_first: bool
+    ) -> Metrics:
+        self.optimizer.zero_grad()
+        num_sequences = sum(len(share.samples) for share in shares)
+        num_tokens = sum(len(sample.completion) for share in shares for sample in share.samples)
+        reports = []
+        for micro, old_BL in zip(micros, old, strict=True):
+            reports.append(self._accumulate(micro, old_BL, num_sequences, num_tokens, is_first))
+        return merge([*reports, self._step()])
+
+    def _accumulate(
+        self, micro: MicroBatch, old_BL: Tensor, num_sequences: int, num_tokens: int, is_first: bool
+    ) -> Metrics:
+        """Forward, objective and backward of one micro-batch."""
+        new_S, entropy_S = self.logprobs(micro, self.objective.needs_entropy)
+        report = self.objective(
+            LossInputs(
+                new_BT=micro.frame(new_S),
+                old_BT=old_BL,
+                engine_BT=micro.engine_BL,
+                advantages_B=micro.advantages_B,
+                mask_BT=micro.mask_BL,
+                num_sequences=num_sequences,
+                num_tokens=num_tokens,
+                max_new_tokens=self.max_new_tokens,
+                entropy_BT=None if entropy_S is None else micro.frame(entropy_S),
+                reference_BT=self._reference_logprobs(micro),
+                tokens_BT=micro.tokens_BL,
+            )
+        )
+        report.loss.backward()  # type: ignore[no-untyped-call]
+        if not is_first and self.alignment != "none":
+            return report.metrics  # the weights have moved since the rollout: this is no mismatch
+        learner = new_S.detach() if self.alignment != "none" else old_BL[micro.mask_BL]
+        return report.metrics | mismatch_metrics(learner, micro.engine_BL[micro.mask_BL])
+
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return micro.frame(score(self._reference, micro, self.temperature, self.config, False)[0])
+
+    def _step(self) -> Metrics:
+        """Clip and step, unless the gradient is not finite: then skip, and stop the run after too many."""
+        factor = self.config.schedule(self.version, self.total_steps)
+        self.optimizer.set_lr(factor)
+        norm = clip_grad_norm(self._parameters(), self.config.max_grad_norm)
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            self.optimizer.step()
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+        self.optimizer.zero_grad()
+        if self.skipped_in_a_row > self.config.max_skipped_updates:
+            raise RunError(
+                f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (learner.max_skipped_updates = "
+                f"{self.config.max_skipped_updates}); the last batch is in completions/, the last good weights in "
+                "checkpoints/"
+            )
+        return {
+            "optim/grad_norm": Mean(norm if is_finite else 0.0, float(is_finite)),
+            "optim/skipped": Sum(float(not is_finite)),
+            "optim/lr": Last(self.optimizer.lr),
+        }
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return self.decoder.parameters()
+
+
+def score(
+    decoder: Decoder, micro: MicroBatch, temperature: float, config: LearnerConfig, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities, and entropies if asked, of a micro-batch's scored tokens [S] under the served weights."""
+    recompute = config.activation_checkpointing and torch.is_grad_enabled()
+    hidden = decoder.hidden(micro.token_ids_T, micro.positions_T, micro.spans, micro.longest, recompute)
+    scored = hidden[micro.scored_rows_S]
+    return token_logprobs(
+        decoder.head(), scored, micro.targets_S, temperature, config.head_chunk_tokens, with_entropy
+    )
+
+
+def frozen_copy(decoder: Decoder, snapshot: Snapshot) -> Decoder:
+    """A decoder that goes on serving this snapshot: the reference policy of a KL penalty."""
+    with torch.device("meta"):
+        reference = Decoder(decoder.config, decoder.vocab_size)
+    reference.assign(unquantized(snapshot), requires_grad=False)
+    reference.serve(operands_of(decoder, snapshot))
+    return reference
+
+
+def codes_flipped(before: Snapshot, after: Snapshot) -> Mean:
+    """The share of weight codes that differ between two versions."""
+    changed = total = 0
+    for module in after.schemes:
+        old, new = (s.tensors[f"{module}.weight"].view(torch.uint8) for s in (before, after))
+        changed += int(torch.count_nonzero(old != new))
+        total += new.numel()
+    return Mean(changed, total)

@@ -1,0 +1,1 @@
+"""Decoder models: their configurations, the one forward for engine and learner, and checkpoints in and out."""

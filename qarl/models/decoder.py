@@ -1,0 +1,247 @@
+"""The decoder of the Llama, Mistral, Qwen2 and Qwen3 families, written once for engine and learner.
+
+Both run the same operations (`ops/`) on the same published operands. They differ in where keys and values live:
+a learner's packed tensor of this very forward, or an engine's cache. Parameters have Hugging Face names.
+Shape letters: T tokens, D hidden, V vocabulary, G key/value heads, C head dimension, R cache rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qarl.models.config import ModelConfig, rope_tables
+from qarl.ops.attention import Rotation, attention, split_rotate
+from qarl.ops.head import Head, logits
+from qarl.ops.kernels import kernels
+from qarl.ops.linear import Norm, Projection
+from qarl.ops.operand import Operand, operand_of
+from qarl.ops.reference import Spans
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cache:
+    """Where an engine keeps keys and values: `slots_T` are the rows of each layer's store that this forward fills."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    slots_T: Tensor
+
+
+class RMSNorm(nn.Module):
+    """Holds a gain; the arithmetic happens inside the projection that follows."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def as_operand(self) -> Norm:
+        return Norm(self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; q, k and v are one GEMM."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_heads * dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(dim, config.norm_eps)
+            self.k_norm = RMSNorm(dim, config.norm_eps)
+        self.has_qk_norm = config.qk_norm
+        names = [f"{name}.{part}" for part in ("q_proj", "k_proj", "v_proj")]
+        self.qkv = Projection(names, (self.q_proj, self.k_proj, self.v_proj))
+        self.output = Projection((f"{name}.o_proj",), (self.o_proj,))
+
+    def gains(self) -> tuple[Tensor, Tensor] | None:
+        return (self.q_norm.weight, self.k_norm.weight) if self.has_qk_norm else None
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one GEMM."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(hidden, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, hidden, bias=config.mlp_bias)
+        self.gate_up = Projection((f"{name}.gate_proj", f"{name}.up_proj"), (self.gate_proj, self.up_proj))
+        self.down = Projection((f"{name}.down_proj",), (self.down_proj,))
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, f"{name}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = Mlp(config, f"{name}.mlp")
+
+    def projections(self) -> list[Projection]:
+        return [self.self_attn.qkv, self.self_attn.output, self.mlp.gate_up, self.mlp.down]
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans) -> Tensor:
+        """Keys and values are this forward's own, in the order of its tokens."""
+        qkv = self.self_attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
+        q, keys, values = split_rotate(qkv, positions_T, rotation, self.self_attn.gains())
+        return self._after_attention(attention(q, keys, values, spans), x_TD)
+
+    def cached(
+        self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, cache: Cache, index: int
+    ) -> Tensor:
+        """The same layer over an engine's cache, without gradient."""
+        qkv = self.self_attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
+        keys, values = cache.keys[index], cache.values[index]
+        tables = (rotation.cosines, rotation.sines)
+        gains = self.self_attn.gains()
+        q = kernels().split_rotate(
+            qkv, positions_T, cache.slots_T, *tables, gains, rotation.eps, rotation.heads, keys, values
+        )
+        return self._after_attention(attention(q, keys, values, spans), x_TD)
+
+    def _after_attention(self, mixed_THC: Tensor, x_TD: Tensor) -> Tensor:
+        x_TD = self.self_attn.output(mixed_THC.flatten(1), residual=x_TD)
+        gate_up = self.mlp.gate_up.of_norm(x_TD, self.post_attention_layernorm.as_operand())
+        return self.mlp.down.of_gated(gate_up, residual=x_TD)
+
+
+class Body(nn.Module):
+    """Embedding, layers and final norm: everything Hugging Face puts under `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, f"model.layers.{i}") for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Decoder(nn.Module):
+    """A decoder whose GEMMs multiply what `serve` was given; parameters are masters (learner) or absent (engine).
+
+    `vocab_size` may be smaller than the checkpoint's: rows past it are padding, never sampled nor scored.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size or config.vocab_size
+        self.model = Body(config)
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head_operand: Operand | None = None
+        self._rotation: Rotation | None = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for layer in self.model.layers if isinstance(layer, Layer)]
+
+    def head_weight(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    def assign(self, tensors: Mapping[str, Tensor], requires_grad: bool) -> None:
+        """Let the named parameters be these very tensors (no copy); names are Hugging Face's."""
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.get_submodule(owner)
+            assert getattr(module, leaf).shape == tensor.shape, f"{name}: shape {tuple(tensor.shape)}"
+            setattr(module, leaf, nn.Parameter(tensor, requires_grad=requires_grad))
+
+    def projections(self) -> list[Projection]:
+        """Every group of sibling matrices but the head, in the order of the forward."""
+        return [projection for layer in self.layers for projection in layer.projections()]
+
+    def matrices(self) -> list[tuple[str, tuple[int, int]]]:
+        """Names and shapes [N, K] of everything a quantization rule may name, the head included."""
+        found = [
+            (name, (linear.weight.shape[0], linear.weight.shape[1]))
+            for projection in self.projections()
+            for name, linear in zip(projection.names, projection.linears, strict=True)
+        ]
+        return [*found, (HEAD, (self.vocab_size, self.config.hidden_size))]
+
+    def serve(self, operands: Mapping[str, Operand]) -> None:
+        """Multiply with these from now on; one per projection (keyed by its first name) and one for the head."""
+        for projection in self.projections():
+            projection.operand = operands[projection.names[0]]
+        self.head_operand = operands[HEAD]
+
+    def rotation(self, length: int) -> Rotation:
+        """Rotary tables that reach at least `length` positions."""
+        if self._rotation is None or len(self._rotation.cosines) < length:
+            config = self.config
+            tables = rope_tables(config, max(length, 256))
+            self._rotation = Rotation(config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps, *tables)
+        return self._rotation
+
+    def hidden(
+        self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, recompute: bool = False
+    ) -> Tensor:
+        """Hidden states [T, D] before the final norm, keys and values being this forward's own.
+
+        `longest` exceeds every position. With `recompute` a layer keeps only its input for the backward pass.
+        """
+        rotation = self.rotation(longest)
+        x_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        for layer in self.layers:
+            if recompute:
+                x_TD = checkpoint(layer, x_TD, positions_T, rotation, spans, use_reentrant=False)
+            else:
+                x_TD = layer(x_TD, positions_T, rotation, spans)
+        return x_TD
+
+    @torch.no_grad()
+    def hidden_cached(
+        self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, cache: Cache
+    ) -> Tensor:
+        """Hidden states [T, D] with keys and values written to and read from an engine's cache."""
+        rotation = self.rotation(longest)
+        x_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        for index, layer in enumerate(self.layers):
+            x_TD = layer.cached(x_TD, positions_T, rotation, spans, cache, index)
+        return x_TD
+
+    def head(self) -> Head:
+        """The output projection as served."""
+        assert self.head_operand is not None, "no weights are served yet"
+        return Head(self.head_operand, self.model.norm.as_operand(), self.head_weight())
+
+    @torch.no_grad()
+    def full_logits(self, token_ids_T: Tensor) -> Tensor:
+        """[T, V] logits of one whole sequence."""
+        length = len(token_ids_T)
+        return logits(self.head(), self.hidden(token_ids_T, torch.arange(length), one_sequence(length), length))
+
+    def serve_masters(self) -> None:
+        """Serve the full-precision masters themselves (scheme `none`)."""
+        operands = {
+            p.names[0]: operand_of([linear.weight.detach() for linear in p.linears], [x.bias for x in p.linears])
+            for p in self.projections()
+        }
+        self.serve(operands | {HEAD: operand_of([self.head_weight().detach()[: self.vocab_size]], [None])})
+
+
+def one_sequence(length: int) -> Spans:
+    """The plain causal layout: one sequence, one span."""
+    return Spans(
+        sequences=torch.zeros(length, dtype=torch.int64),
+        visible=torch.arange(1, length + 1),
+        pointers=torch.tensor([0, 1]),
+        starts=torch.tensor([0]),
+        lengths=torch.tensor([length]),
+        families=torch.tensor([0, length]),
+        longest=length,
+    )

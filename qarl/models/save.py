@@ -1,0 +1,109 @@
+"""Master weights to a Hugging Face folder that `transformers` and every reader of its layout load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qarl.errors import ConfigurationError
+from qarl.models.config import ModelConfig
+from qarl.models.load import INDEX_FILE, WEIGHTS_FILE
+from qarl.models.parameters import check_names, parameter_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHARD_BYTES = 5 * 2**30
+
+
+def save_folder(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write config.json, safetensors (in shards of at most `shard_bytes`, each at least one tensor) and the tokenizer.
+
+    Weights are rounded to `dtype`. Everything is written beside `path` and renamed at the end, so that `path` is either
+    whole or absent. Raises ConfigurationError when `path` exists and is not an empty folder.
+    """
+    shapes = parameter_shapes(config)
+    check_names(tensors, shapes, str(path))
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigurationError(f"{path}: exists and is not an empty folder; choose another or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    aside.mkdir()
+    try:
+        _write_configs(aside, config, tokenizer, stop_token_ids, dtype)
+        _write_weights(aside, {name: tensors[name] for name in shapes}, dtype, shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        # Replaces an empty folder; fails on any other.
+        aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write_configs(
+    folder: Path,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_token_ids: Collection[int],
+    dtype: torch.dtype,
+) -> None:
+    stops = list(stop_token_ids)
+    if tokenizer is not None and not stops and tokenizer.eos_token_id is not None:
+        stops = [tokenizer.eos_token_id]
+    special = {
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_token_id,
+        "eos_token_id": (stops[0] if len(stops) == 1 else stops) or None,
+        "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
+    }
+    _write_json(folder / "config.json", config.to_hf() | special | {"dtype": str(dtype).removeprefix("torch.")})
+    if stops:
+        _write_json(folder / "generation_config.json", special)
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
+    shards = _split(tensors, dtype.itemsize, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        rounded = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(rounded, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _split(tensors: Mapping[str, Tensor], itemsize: int, shard_bytes: int) -> list[list[str]]:
+    """Names in their order, cut before a shard would grow past the limit."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

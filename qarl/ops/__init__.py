@@ -1,0 +1,1 @@
+"""The operations engine and learner share: torch definitions, CPU kernels, and their gradients."""

@@ -1,0 +1,90 @@
+"""Rotary split and span attention with their gradients.
+
+Shape letters: T tokens, H query heads, G key/value heads, C head dimension, R rows of a store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qarl.ops.kernels import kernels
+from qarl.ops.reference import Spans, rotate
+from qarl.ops.rows import rms_norm_backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """How a fused projection becomes queries, keys and values: head counts and rotary tables [positions, C/2]."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+    cosines: Tensor
+    sines: Tensor
+
+
+def split_rotate(
+    qkv: Tensor, positions_T: Tensor, rotation: Rotation, gains: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fused projection [T, (H + 2G) * C] to rotated queries [T, H, C], rotated keys and values [T, G, C]."""
+    q_gain, k_gain = gains if gains is not None else (None, None)
+    return _SplitRotate.apply(qkv, positions_T, rotation, q_gain, k_gain)  # type: ignore[no-any-return]
+
+
+def attention(q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans) -> Tensor:
+    """Causal attention of every query over its visible stored rows, scaled by C^-1/2; [T, H, C]."""
+    scale = q_THC.shape[-1] ** -0.5
+    return _Attention.apply(q_THC, keys_RGC, values_RGC, spans, scale)  # type: ignore[no-any-return]
+
+
+class _SplitRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, positions: Tensor, rotation: Rotation, q_gain: Tensor | None, k_gain: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys = qkv.new_empty(len(qkv), rotation.kv_heads, rotation.dim)
+        values = torch.empty_like(keys)
+        gains = (q_gain, k_gain) if q_gain is not None and k_gain is not None else None
+        tables = (rotation.cosines, rotation.sines)
+        slots = torch.arange(len(qkv))
+        q = kernels().split_rotate(qkv, positions, slots, *tables, gains, rotation.eps, rotation.heads, keys, values)
+        ctx.rotation = rotation
+        ctx.save_for_backward(positions, q_gain, k_gain, qkv if gains is not None else None)
+        return q, keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        rotation: Rotation = ctx.rotation
+        positions, q_gain, k_gain, qkv = ctx.saved_tensors
+        cosine, sine = rotation.cosines[positions][:, None], rotation.sines[positions][:, None]
+        # The inverse of a rotation is the rotation by the opposite angle.
+        dq, dk = rotate(dq, cosine, -sine), rotate(dk, cosine, -sine)
+        dq_gain = dk_gain = None
+        if qkv is not None:
+            counts = [rotation.heads, rotation.kv_heads, rotation.kv_heads]
+            q, k, _ = qkv.view(len(qkv), -1, rotation.dim).split(counts, 1)
+            dq, dq_gain = rms_norm_backward(dq, q, q_gain, rotation.eps)
+            dk, dk_gain = rms_norm_backward(dk, k, k_gain, rotation.eps)
+        return torch.cat([dq, dk, dv], 1).flatten(1), None, None, dq_gain, dk_gain
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> Tensor:
+        out, lse = kernels().attention(q, keys, values, spans, scale)
+        ctx.spans, ctx.scale = spans, scale
+        ctx.save_for_backward(q, keys, values, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv = kernels().attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.spans, ctx.scale)
+        return dq, dk, dv, None, None

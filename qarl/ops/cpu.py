@@ -1,0 +1,209 @@
+"""The operations as C kernels (`cpu.c`): same names and meaning as `reference.py`, bits independent of the batch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qarl.ops.reference import ReferenceKernels, Spans
+from qarl.quant.formats import INT8, IntegerFormat
+
+PANEL = 32
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where the kernel reads; None becomes NULL."""
+    if tensor is None:
+        return ctypes.c_void_p(None)
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "kernels take contiguous CPU tensors"
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def ints(*values: int) -> list[ctypes.c_int64]:
+    return [ctypes.c_int64(value) for value in values]
+
+
+def as_float(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        assert tensor is None or tensor.dtype == torch.float32, "kernels compute in fp32"
+
+
+class CpuKernels(ReferenceKernels):
+    """Calls into the compiled library. `int8_matmul` uses torch's integer GEMM with our epilogue."""
+
+    name = "cpu"
+    exact_matmul = True
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        x_TD, y = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        as_float(x_TD, gain_D)
+        width = x_TD.shape[-1]
+        sizes = ints(x_TD.numel() // width, width)
+        self.library.qarl_rms_norm(address(x_TD), address(gain_D), ctypes.c_float(eps), *sizes, address(y))
+        return y
+
+    def rms_norm_quantize(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        as_float(x_TD, gain_D)
+        codes, scales = empty_codes(*x_TD.shape)
+        self.library.qarl_rms_norm_quantize(
+            address(x_TD), address(gain_D), ctypes.c_float(eps), *ints(*x_TD.shape), address(codes), address(scales)
+        )
+        return codes, scales
+
+    def quantize_rows(self, x_TK: Tensor, grid: IntegerFormat = INT8) -> tuple[Tensor, Tensor]:
+        as_float(x_TK)
+        codes, scales = empty_codes(*x_TK.shape)
+        self.library.qarl_quantize_rows(
+            address(x_TK), ctypes.c_float(grid.largest), *ints(*x_TK.shape), address(codes), address(scales)
+        )
+        return codes, scales
+
+    def gated(self, gate_up_TF: Tensor) -> Tensor:
+        as_float(gate_up_TF)
+        rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
+        y = gate_up_TF.new_empty(rows, width)
+        self.library.qarl_gated(address(gate_up_TF), *ints(rows, width), address(y))
+        return y
+
+    def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
+        as_float(gate_up_TF)
+        rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
+        codes, scales = empty_codes(rows, width)
+        self.library.qarl_gated_quantize(address(gate_up_TF), *ints(rows, width), address(codes), address(scales))
+        return codes, scales
+
+    def dequantize(
+        self,
+        accumulator_TN: Tensor,
+        row_scales_T: Tensor,
+        column_scales_N: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        assert accumulator_TN.dtype == torch.int32
+        as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
+        y = torch.empty(accumulator_TN.shape)
+        pointers = map(address, (accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN))
+        self.library.qarl_dequantize(*pointers, *ints(*accumulator_TN.shape), address(y))
+        return y
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        """Panels [ceil(N / 32), K, 32]: the columns of one panel are neighbours, so a row of x meets vectors."""
+        as_float(weight_NK)
+        n, k = weight_NK.shape
+        packed = weight_NK.new_empty((n + PANEL - 1) // PANEL, k, PANEL)
+        self.library.qarl_pack_panels(address(weight_NK.contiguous()), *ints(n, k), address(packed))
+        return packed
+
+    def unpack(self, packed: Tensor, n: int) -> Tensor:
+        return packed.transpose(1, 2).flatten(0, 1)[:n]
+
+    def matmul(
+        self,
+        x_TK: Tensor,
+        packed: Tensor,
+        n: int,
+        row_scales_T: Tensor | None,
+        column_scales_N: Tensor | None,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        as_float(x_TK, packed, row_scales_T, column_scales_N, bias_N, residual_TN)
+        rows, k = x_TK.shape
+        assert packed.shape[1] == k, "packed weight and input disagree on K"
+        y = x_TK.new_empty(rows, n)
+        pointers = map(address, (x_TK, packed, row_scales_T, column_scales_N, bias_N, residual_TN))
+        self.library.qarl_matmul(*pointers, *ints(rows, n, k), address(y))
+        return y
+
+    def split_rotate(
+        self,
+        qkv_TN: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cosines_PC: Tensor,
+        sines_PC: Tensor,
+        gains: tuple[Tensor, Tensor] | None,
+        eps: float,
+        heads: int,
+        keys_RGC: Tensor,
+        values_RGC: Tensor,
+    ) -> Tensor:
+        as_float(qkv_TN, cosines_PC, sines_PC, keys_RGC, values_RGC)
+        rows, (kv_heads, dim) = len(qkv_TN), keys_RGC.shape[1:]
+        q = qkv_TN.new_empty(rows, heads, dim)
+        q_gain, k_gain = gains if gains is not None else (None, None)
+        inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain))
+        outputs = map(address, (q, keys_RGC, values_RGC))
+        self.library.qarl_split_rotate(*inputs, ctypes.c_float(eps), *ints(rows, heads, kv_heads, dim), *outputs)
+        return q
+
+    def attention(
+        self, q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        as_float(q_THC, keys_RGC, values_RGC)
+        (rows, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
+        out, lse = torch.empty_like(q_THC), q_THC.new_empty(rows, heads)
+        inputs = map(address, (q_THC, keys_RGC, values_RGC, *layout(spans)))
+        sizes = ints(rows, heads, kv_heads, dim)
+        tail = [ctypes.c_float(scale), ctypes.c_int64(spans.longest), address(out), address(lse)]
+        self.library.qarl_attention(*inputs, *sizes, *tail)
+        return out, lse
+
+    def attention_backward(
+        self,
+        grad_THC: Tensor,
+        q_THC: Tensor,
+        keys_RGC: Tensor,
+        values_RGC: Tensor,
+        out_THC: Tensor,
+        lse_TH: Tensor,
+        spans: Spans,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (_, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
+        dq, dk, dv = torch.empty_like(q_THC), torch.zeros_like(keys_RGC), torch.zeros_like(values_RGC)
+        inputs = map(address, (grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH, *layout(spans), spans.families))
+        sizes = ints(len(spans.families) - 1, heads, kv_heads, dim)
+        tail = [ctypes.c_float(scale), ctypes.c_int64(spans.longest), address(dq), address(dk), address(dv)]
+        self.library.qarl_attention_backward(*inputs, *sizes, *tail)
+        return dq, dk, dv
+
+    def token_logprobs(
+        self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        as_float(logits_TV)
+        logprobs, shifts, sums = (logits_TV.new_empty(len(logits_TV)) for _ in range(3))
+        outputs = map(address, (logprobs, shifts, sums))
+        self.library.qarl_token_logprobs(
+            address(logits_TV), address(targets_T), ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape), *outputs
+        )
+        return logprobs, shifts, sums
+
+    def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
+        inputs = map(address, (logits_TV, shifts_T, sums_T))
+        self.library.qarl_softmax(*inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape))
+        return logits_TV
+
+    def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
+        as_float(logits_TV, uniforms_T)
+        tokens = torch.empty(len(logits_TV), dtype=torch.int64)
+        logprobs = logits_TV.new_empty(len(logits_TV))
+        inputs = map(address, (logits_TV, uniforms_T))
+        self.library.qarl_sample(
+            *inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape), address(tokens), address(logprobs)
+        )
+        return tokens, logprobs
+
+
+def empty_codes(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
+
+
+def layout(spans: Spans) -> tuple[Tensor, ...]:
+    return spans.sequences, spans.visible, spans.pointers, spans.starts, spans.lengths

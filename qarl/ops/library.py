@@ -1,0 +1,85 @@
+"""Build the C kernels on first use and keep them in a cache keyed by source, flags, compiler and CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpu.c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+"""No -ffast-math: it would let the compiler reorder reductions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Where the library is, or why there is none."""
+
+    path: Path | None
+    compiler: str | None
+    reason: str
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/qarl`, by default `~/.cache/qarl`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qarl"
+
+
+def find_compiler() -> str | None:
+    """The C compiler: `$CC` when set, else the first of cc, gcc, clang on the path."""
+    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+def cpu_identity() -> str:
+    """What `-march=native` depends on: the architecture and the processor's model and feature flags."""
+    lines: list[str] = []
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        wanted = ("model name", "flags", "Features")
+        lines = [line for line in info.read_text().splitlines() if line.startswith(wanted)][:2]
+    return "\n".join([platform.machine(), platform.processor(), *lines])
+
+
+def build() -> Build:
+    """Compile `cpu.c` unless the cache holds this very build; never raises for a missing or failing compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        return Build(None, None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    key = "\n".join([SOURCE.read_text(), *FLAGS, compiler, version, cpu_identity()])
+    path = cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return Build(path, compiler, "from cache")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            target = Path(scratch) / path.name
+            command = [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                return Build(None, compiler, f"{' '.join(command)} failed: {result.stderr.strip()[:500]}")
+            os.replace(target, path)  # atomic: another process never loads half a library
+    except OSError as error:
+        return Build(None, compiler, f"cannot write the kernel cache {path.parent}: {error}")
+    return Build(path, compiler, "compiled")
+
+
+@cache
+def built() -> Build:
+    """The build of this process, made once."""
+    return build()
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The kernels, or None when they could not be built (`built().reason` says why)."""
+    path = built().path
+    return ctypes.CDLL(str(path)) if path else None

@@ -1,0 +1,127 @@
+"""Projections: the input's row-wise work (normalize, gate), its quantization and one GEMM, with their gradient.
+
+The backward pass is straight-through: rounding counts as identity, so with y = x_q w_q^T,
+dL/dx = dy @ dequant(w_q) and dL/dw = dy^T @ dequant(x_q), in fp32 (arXiv 2604.07853; design of QAT).
+Shape letters: T rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qarl.ops.kernels import kernels
+from qarl.ops.operand import Operand, Rows
+from qarl.ops.rows import gated_backward, rms_norm_backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMSNorm on the way into a projection."""
+
+    gain: Tensor
+    eps: float
+
+
+class Projection:
+    """Sibling linear layers that read the same input, multiplied as one GEMM with what was published.
+
+    `linears` hold the master weights (on the meta device in an engine); `operand` is what is multiplied and
+    is set whenever a new version is served.
+    """
+
+    def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
+        self.names = tuple(names)
+        self.linears = tuple(linears)
+        self.operand: Operand | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, K] to [T, N], plus `residual`."""
+        return self._apply("plain", x, None, residual)
+
+    def of_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The projection of RMSNorm(x)."""
+        return self._apply("norm", x, norm, None)
+
+    def of_gated(self, gate_up: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The projection of silu(gate) * up; gate_up [T, 2K]."""
+        return self._apply("gated", gate_up, None, residual)
+
+    def masters(self) -> list[Tensor]:
+        """Weights, then the biases that exist."""
+        weights: list[Tensor] = [linear.weight for linear in self.linears]
+        return weights + [linear.bias for linear in self.linears if linear.bias is not None]
+
+    def _apply(self, prologue: str, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        assert self.operand is not None, f"{self.names[0]}: no weights are served yet"
+        if not torch.is_grad_enabled():
+            return self.operand.product(prepare_rows(self.operand, prologue, x, norm), residual)
+        gain, eps = (norm.gain, norm.eps) if norm is not None else (None, 0.0)
+        heights = [len(linear.weight) for linear in self.linears]
+        has_bias = [linear.bias is not None for linear in self.linears]
+        call = _Call(self.operand, prologue, eps, heights, has_bias)
+        return _Project.apply(call, x, gain, residual, *self.masters())  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    operand: Operand
+    prologue: str
+    eps: float
+    heights: list[int]
+    has_bias: list[bool]
+
+
+def prepare_rows(operand: Operand, prologue: str, x: Tensor, norm: Norm | None) -> Rows:
+    """The GEMM's left side: the prologue's rows, quantized where the operand wants codes."""
+    k = kernels()
+    if prologue == "norm":
+        assert norm is not None
+        if operand.quantizes_rows:
+            return k.rms_norm_quantize(x, norm.gain, norm.eps)
+        return k.rms_norm(x, norm.gain, norm.eps), None
+    if prologue == "gated":
+        return k.gated_quantize(x) if operand.quantizes_rows else (k.gated(x), None)
+    return k.quantize_rows(x) if operand.quantizes_rows else (x, None)
+
+
+class _Project(torch.autograd.Function):
+    """Saves the prologue's input and, for quantized activations, their codes (a quarter of the bytes)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, x: Tensor, gain: Tensor | None, residual: Tensor | None, *masters: Tensor
+    ) -> Tensor:
+        norm = Norm(gain, call.eps) if gain is not None else None
+        rows = prepare_rows(call.operand, call.prologue, x, norm)
+        keep_rows = call.operand.quantizes_rows
+        ctx.call = call
+        ctx.has_residual = residual is not None
+        ctx.save_for_backward(x if call.prologue != "plain" or not keep_rows else None, gain, *rows if keep_rows else ())
+        return call.operand.product(rows, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        x, gain, *saved = ctx.saved_tensors
+        norm = Norm(gain, call.eps) if gain is not None else None
+        rows = (saved[0], saved[1]) if saved else prepare_rows(call.operand, call.prologue, x, norm)
+        grad_TN = grad_TN.contiguous()
+        grad_rows = grad_TN @ call.operand.dense()
+        grad_weight = grad_TN.t() @ call.operand.rows_as_float(rows)
+        grad_gain = None
+        if norm is not None:
+            grad_rows, grad_gain = rms_norm_backward(grad_rows, x, norm.gain, norm.eps)
+        elif call.prologue == "gated":
+            grad_rows = gated_backward(grad_rows, x)
+        grads = list(grad_weight.split(call.heights))
+        if any(call.has_bias):
+            grad_biases = grad_TN.sum(0).split(call.heights)
+            grads += [grad for grad, present in zip(grad_biases, call.has_bias, strict=True) if present]
+        return None, grad_rows, grad_gain, grad_TN if ctx.has_residual else None, *grads

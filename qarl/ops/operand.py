@@ -1,0 +1,132 @@
+"""A published weight in the form its GEMM multiplies: codes and scales, or packed floats.
+
+Shape letters: T rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl.ops.kernels import kernels
+from qarl.quant.formats import INT8, IntegerFormat
+from qarl.quant.qtensor import (
+    QTensor,
+    dequantize,
+    dequantize_activations,
+    quantize,
+    quantize_activations,
+)
+from qarl.quant.scales import PerRow
+from qarl.quant.scheme import Quantizer, Scheme
+
+Rows = tuple[Tensor, Tensor | None]
+"""What a GEMM reads: codes [T, K] with scales [T], or plain fp32 rows [T, K] with None."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Operand:
+    """int8 x int8 -> int32, exact: `codes` [N, K] (4-bit codes too), `scales` [N]; activations per token."""
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    quantizes_rows = True
+
+    def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
+        codes_TK, scales_T = rows
+        assert scales_T is not None
+        return kernels().int8_matmul(codes_TK, scales_T, self.codes, self.scales, self.bias, residual_TN)
+
+    def dense(self) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]."""
+        return self.codes.float() * self.scales[:, None]
+
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        """The activations that the GEMM really multiplied, fp32 [T, K]."""
+        codes_TK, scales_T = rows
+        assert scales_T is not None
+        return codes_TK.float() * scales_T[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatOperand:
+    """fp32 GEMM in a fixed order on packed weights: full precision, weight-only schemes, and fp8's reference.
+
+    For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
+    values their codes stand for.
+    """
+
+    packed: Tensor
+    shape: tuple[int, int]
+    bias: Tensor | None
+    activation: Quantizer | None = None
+
+    quantizes_rows = False
+
+    def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
+        x_TK = self.rows_as_float(rows)
+        return kernels().matmul(x_TK, self.packed, self.shape[0], None, None, self.bias, residual_TN)
+
+    def dense(self) -> Tensor:
+        return kernels().unpack(self.packed, self.shape[0])
+
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        x_TK, _ = rows
+        if self.activation is None:
+            return x_TK
+        return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
+
+
+Operand = Int8Operand | FloatOperand
+
+
+def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
+    """`quant.quantize`, through the fast kernel where the scheme is integer codes with one scale a row."""
+    weight = scheme.weight
+    if weight is None or not isinstance(weight.format, IntegerFormat) or not isinstance(weight.granularity, PerRow):
+        return quantize(weight_NK, scheme, name)
+    codes, scales = kernels().quantize_rows(weight_NK.contiguous(), weight.format)
+    if not bool(scales.isfinite().all()):
+        return quantize(weight_NK, scheme, name)  # raises, naming the tensor and the row
+    return QTensor(codes, scales[:, None], scheme)
+
+
+def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None]) -> Operand:
+    """One operand from sibling matrices that read the same input, stacked along N; all of one scheme."""
+    bias = stack_biases([len(p.codes) if isinstance(p, QTensor) else len(p) for p in parts], biases)
+    first = parts[0]
+    if isinstance(first, Tensor):
+        weight = stack([p for p in parts if isinstance(p, Tensor)])
+        return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias)
+    quantized = [p for p in parts if isinstance(p, QTensor)]
+    assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
+    if is_integer(first.scheme):
+        return Int8Operand(stack([p.codes for p in quantized]), stack([p.scale[:, 0] for p in quantized]), bias)
+    weight = stack([dequantize(p) for p in quantized])
+    return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)
+
+
+def is_integer(scheme: Scheme) -> bool:
+    """Whether weight and activations are integer codes with one scale a row: the exact GEMM serves it."""
+    quantizers = (scheme.weight, scheme.activation)
+    return (
+        all(q is not None and isinstance(q.granularity, PerRow) for q in quantizers)
+        and scheme.activation is not None
+        and scheme.activation.format is INT8
+    )
+
+
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def stack_biases(heights: Sequence[int], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Biases of siblings as one vector; a sibling without one contributes zeros."""
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat([torch.zeros(n) if b is None else b.detach() for n, b in zip(heights, biases, strict=True)])

@@ -1,0 +1,221 @@
+"""The operations in torch: their definition, and what runs where there is no C compiler.
+
+Shape letters: T rows (tokens), D hidden, K in, N out, F feed-forward, H query heads, G key/value heads,
+C head dimension, V vocabulary, R rows of a key/value store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qarl.quant.formats import INT8, IntegerFormat
+from qarl.quant.qtensor import quantize_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Which stored rows each query sees.
+
+    Query t belongs to sequence `sequences[t]` and sees its first `visible[t]` keys. Sequence s owns the spans
+    `pointers[s]:pointers[s+1]`; span i is rows `starts[i] : starts[i] + lengths[i]` of the store. `families`
+    cuts the queries into runs whose keys are shared with no other run (the backward pass runs them in
+    parallel). `longest` is the largest `visible`. All int64.
+    """
+
+    sequences: Tensor
+    visible: Tensor
+    pointers: Tensor
+    starts: Tensor
+    lengths: Tensor
+    families: Tensor
+    longest: int
+
+
+class ReferenceKernels:
+    """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`."""
+
+    name = "reference"
+    exact_matmul = False
+
+    def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * gain, row by row."""
+        return x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps) * gain_D
+
+    def rms_norm_quantize(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rms_norm`, then `quantize_rows`."""
+        return self.quantize_rows(self.rms_norm(x_TD, gain_D, eps))
+
+    def quantize_rows(self, x_TK: Tensor, grid: IntegerFormat = INT8) -> tuple[Tensor, Tensor]:
+        """Codes int8 [T, K] and one fp32 scale a row [T]: `quant.qtensor.quantize_rows`, the definition."""
+        return quantize_rows(x_TK, grid)
+
+    def gated(self, gate_up_TF: Tensor) -> Tensor:
+        """silu(gate) * up; gate and up are the halves of the last axis."""
+        gate, up = gate_up_TF.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
+        return self.quantize_rows(self.gated(gate_up_TF))
+
+    def int8_matmul(
+        self,
+        codes_TK: Tensor,
+        row_scales_T: Tensor,
+        weight_NK: Tensor,
+        column_scales_N: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        """codes @ weight^T exactly in int32, times both scales, plus bias, plus residual."""
+        accumulator_TN = torch._int_mm(codes_TK, weight_NK.t())
+        return self.dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
+
+    def dequantize(
+        self,
+        accumulator_TN: Tensor,
+        row_scales_T: Tensor,
+        column_scales_N: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        y_TN = accumulator_TN.float() * (row_scales_T[:, None] * column_scales_N)
+        y_TN = y_TN if bias_N is None else y_TN + bias_N
+        return y_TN if residual_TN is None else y_TN + residual_TN
+
+    def pack(self, weight_NK: Tensor) -> Tensor:
+        """A float weight in the layout that `matmul` wants."""
+        return weight_NK.clone()
+
+    def unpack(self, packed: Tensor, n: int) -> Tensor:
+        """The [N, K] weight that `pack` packed."""
+        return packed
+
+    def matmul(
+        self,
+        x_TK: Tensor,
+        packed: Tensor,
+        n: int,
+        row_scales_T: Tensor | None,
+        column_scales_N: Tensor | None,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        """x @ weight^T in fp32 (times both scales), plus bias, plus residual; `n` output columns."""
+        y_TN = x_TK @ packed.t()
+        if row_scales_T is not None and column_scales_N is not None:
+            y_TN = y_TN * (row_scales_T[:, None] * column_scales_N)
+        y_TN = y_TN if bias_N is None else y_TN + bias_N
+        return y_TN if residual_TN is None else y_TN + residual_TN
+
+    def split_rotate(
+        self,
+        qkv_TN: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cosines_PC: Tensor,
+        sines_PC: Tensor,
+        gains: tuple[Tensor, Tensor] | None,
+        eps: float,
+        heads: int,
+        keys_RGC: Tensor,
+        values_RGC: Tensor,
+    ) -> Tensor:
+        """Split a fused projection, normalize heads (`gains`: Qwen3), rotate; returns queries [T, H, C].
+
+        Keys and values are written to rows `slots_T` of their stores. Rotation pairs element i with
+        i + C/2 (Hugging Face layout); `cosines_PC` and `sines_PC` are [positions, C/2].
+        """
+        kv_heads, dim = keys_RGC.shape[1:]
+        q, k, v = qkv_TN.view(len(qkv_TN), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        if gains is not None:
+            q, k = self.rms_norm(q, gains[0], eps), self.rms_norm(k, gains[1], eps)
+        cosine, sine = cosines_PC[positions_T][:, None], sines_PC[positions_T][:, None]
+        keys_RGC[slots_T] = rotate(k, cosine, sine)
+        values_RGC[slots_T] = v
+        return rotate(q, cosine, sine)
+
+    def attention(
+        self, q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax attention over each query's visible keys; returns [T, H, C] and the log-sum-exp [T, H]."""
+        repeat = q_THC.shape[1] // keys_RGC.shape[1]
+        out, lse = torch.empty_like(q_THC), q_THC.new_empty(q_THC.shape[:2])
+        for t in range(len(q_THC)):
+            rows = visible_rows(spans, t)
+            k, v = (store[rows].repeat_interleave(repeat, 1) for store in (keys_RGC, values_RGC))
+            scores = torch.einsum("hc,jhc->hj", q_THC[t], k) * scale
+            lse[t] = scores.logsumexp(-1)
+            out[t] = torch.einsum("hj,jhc->hc", (scores - lse[t][:, None]).exp(), v)
+        return out, lse
+
+    def attention_backward(
+        self,
+        grad_THC: Tensor,
+        q_THC: Tensor,
+        keys_RGC: Tensor,
+        values_RGC: Tensor,
+        out_THC: Tensor,
+        lse_TH: Tensor,
+        spans: Spans,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, shaped like them."""
+        kv_heads = keys_RGC.shape[1]
+        repeat = q_THC.shape[1] // kv_heads
+        dq, dk, dv = torch.zeros_like(q_THC), torch.zeros_like(keys_RGC), torch.zeros_like(values_RGC)
+        for t in range(len(q_THC)):
+            rows = visible_rows(spans, t)
+            k, v = (store[rows].repeat_interleave(repeat, 1) for store in (keys_RGC, values_RGC))
+            p = (torch.einsum("hc,jhc->hj", q_THC[t], k) * scale - lse_TH[t][:, None]).exp()
+            delta = (grad_THC[t] * out_THC[t]).sum(-1, keepdim=True)
+            ds = p * (torch.einsum("hc,jhc->hj", grad_THC[t], v) - delta) * scale
+            dq[t] = torch.einsum("hj,jhc->hc", ds, k)
+            dk[rows] += torch.einsum("hj,hc->jhc", ds, q_THC[t]).unflatten(1, (kv_heads, repeat)).sum(2)
+            dv[rows] += torch.einsum("hj,hc->jhc", p, grad_THC[t]).unflatten(1, (kv_heads, repeat)).sum(2)
+        return dq, dk, dv
+
+    def token_logprobs(
+        self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of `targets_T` under softmax(logits / temperature), the row maxima and the sums."""
+        shifts = logits_TV.max(-1).values
+        scaled = (logits_TV - shifts[:, None]) * inverse_temperature
+        sums = scaled.exp().sum(-1)
+        return scaled.gather(-1, targets_T[:, None])[:, 0] - sums.log(), shifts, sums
+
+    def softmax_(
+        self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float
+    ) -> Tensor:
+        """Overwrite logits with their softmax, given `token_logprobs`' maxima and sums."""
+        logits_TV.sub_(shifts_T[:, None]).mul_(inverse_temperature).exp_().div_(sums_T[:, None])
+        return logits_TV
+
+    def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
+        """One token a row, by inverting the cumulative distribution at `uniforms_T` in [0, 1), and its log-prob."""
+        weights = ((logits_TV - logits_TV.max(-1, keepdim=True).values) * inverse_temperature).exp().double()
+        cumulative = weights.cumsum(-1)
+        threshold = uniforms_T.double()[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+        last_possible = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
+        tokens = torch.minimum(tokens, last_possible)
+        return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature)[0]
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+
+def visible_rows(spans: Spans, t: int) -> Tensor:
+    """Store rows that query t sees, in position order."""
+    s = int(spans.sequences[t])
+    runs = [
+        torch.arange(int(spans.starts[i]), int(spans.starts[i] + spans.lengths[i]))
+        for i in range(int(spans.pointers[s]), int(spans.pointers[s + 1]))
+    ]
+    return torch.cat(runs)[: int(spans.visible[t])]

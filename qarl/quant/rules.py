@@ -1,0 +1,156 @@
+"""Which matrix gets which scheme: the run's scheme for the decoder's projections, and the recipe's exceptions."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from pydantic import Field, field_validator
+
+from qarl.config import Config
+from qarl.errors import ConfigurationError
+from qarl.quant.scheme import Scheme, scheme_named
+
+Shape = tuple[int, int]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Projections of one input, which engines fuse into one matrix; it can have one scheme only."""
+
+
+class QuantConfig(Config):
+    """Exceptions to the run's scheme."""
+
+    rules: dict[str, str] = Field(
+        default_factory=dict,
+        description=(
+            "Module name patterns (as in a shell: * ? [abc]) and the scheme of the modules they match, e.g. "
+            '"*.down_proj" = "none"; where several match a module, the last one counts.'
+        ),
+    )
+
+    @field_validator("rules")
+    @classmethod
+    def _schemes_exist(cls, rules: dict[str, str]) -> dict[str, str]:
+        for scheme in rules.values():
+            scheme_named(scheme)
+        return rules
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One matrix [N, K], its scheme, and why it has that one."""
+
+    shape: Shape
+    scheme: Scheme
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every linear module of a model, in the model's order, with its scheme."""
+
+    choices: Mapping[str, Choice]
+
+    @property
+    def quantized(self) -> dict[str, Scheme]:
+        """The modules that are quantized."""
+        return {module: choice.scheme for module, choice in self.choices.items() if choice.scheme.quantized}
+
+    def describe(self) -> str:
+        """An account for people: totals, then one line for each family of modules (layer numbers as `*`)."""
+        quantized = [choice for choice in self.choices.values() if choice.scheme.quantized]
+        before = sum(4 * _elements(choice.shape) for choice in self.choices.values())
+        after = sum(choice.scheme.stored_bytes(choice.shape) for choice in self.choices.values())
+        total = (
+            f"quantized {len(quantized)} of {len(self.choices)} matrices, "
+            f"{sum(_elements(choice.shape) for choice in quantized) / 1e6:.1f} of "
+            f"{before / 4e6:.1f} M parameters; {before / 1e6:.1f} MB as fp32, {after / 1e6:.1f} MB as planned"
+        )
+        families: dict[tuple[str, Choice], int] = defaultdict(int)
+        for module, choice in self.choices.items():
+            families[_family(module), choice] += 1
+        lines = [
+            f"  {choice.scheme.name:<12} {count:>4} x {family} {list(choice.shape)}: {choice.reason}"
+            for (family, choice), count in families.items()
+        ]
+        return "\n".join([total, *lines])
+
+
+def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: QuantConfig) -> Plan:
+    """Give every linear module [N, K] its scheme.
+
+    ConfigurationError if a rule decides nothing, if fused siblings would differ, or if a matrix does not fill
+    whole groups of its scheme.
+    """
+    names = [module for module, _ in modules]
+    deciding = {module: _deciding_rule(module, config.rules) for module in names}
+    for pattern in config.rules:
+        _check_rule_decides(pattern, names, deciding)
+    choices: dict[str, Choice] = {}
+    for module, shape in modules:
+        choices[module] = _choose(module, shape, scheme, deciding[module], config.rules)
+        choices[module].scheme.check_shape(module, shape)
+    _check_siblings_agree(choices)
+    return Plan(choices)
+
+
+def _choose(module: str, shape: Shape, scheme: Scheme, pattern: str | None, rules: Mapping[str, str]) -> Choice:
+    if pattern is not None:
+        return Choice(shape, scheme_named(rules[pattern]), f'rule "{pattern}"')
+    if module.rpartition(".")[2] in PROJECTIONS:
+        return Choice(shape, scheme, "the run's scheme")
+    return Choice(shape, scheme_named("none"), "not a decoder projection")
+
+
+def _deciding_rule(module: str, rules: Mapping[str, str]) -> str | None:
+    matching = [pattern for pattern in rules if fnmatchcase(module, pattern)]
+    return matching[-1] if matching else None
+
+
+def _check_rule_decides(pattern: str, names: Sequence[str], deciding: Mapping[str, str | None]) -> None:
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        families = sorted({_family(name) for name in names})
+        near = get_close_matches(pattern, families, n=3, cutoff=0.3) or families[:3]
+        raise ConfigurationError(
+            f'[quant.rules] "{pattern}" matches no linear module; modules are named like {", ".join(near)}'
+        )
+    if all(deciding[name] != pattern for name in matched):
+        later = deciding[matched[0]]
+        raise ConfigurationError(
+            f'[quant.rules] "{pattern}" has no effect: later rules, such as "{later}", decide all the modules it '
+            "matches; put the more general pattern first"
+        )
+
+
+def _check_siblings_agree(choices: Mapping[str, Choice]) -> None:
+    families: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for module in choices:
+        parent, _, leaf = module.rpartition(".")
+        for siblings in SIBLINGS:
+            if leaf in siblings:
+                # Engines also stack all experts of a layer into one tensor.
+                families[re.sub(r"\bexperts\.\d+", "experts.*", parent), siblings].append(module)
+    for members in families.values():
+        first = members[0]
+        for other in members[1:]:
+            if choices[other].scheme != choices[first].scheme:
+                raise ConfigurationError(
+                    f"{first} has scheme '{choices[first].scheme.name}' ({choices[first].reason}) but {other} has "
+                    f"'{choices[other].scheme.name}' ({choices[other].reason}); engines fuse them into one matrix: "
+                    "give both the same scheme in [quant.rules]"
+                )
+
+
+def _family(module: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+
+
+def _elements(shape: Shape) -> int:
+    return shape[0] * shape[1]

@@ -1,0 +1,88 @@
+"""Schemes: how the weights and activations of a linear layer are stored, by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from qarl.errors import ConfigurationError
+from qarl.quant.formats import E4M3, INT4, INT8, NumberFormat
+from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """A number format and which elements share a scale."""
+
+    format: NumberFormat
+    granularity: Granularity
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one linear layer computes: `weight` is None for full precision, `activation` None where only the
+    weights are quantized. `packed` schemes are stored with eight 4-bit codes an int32."""
+
+    name: str
+    weight: Quantizer | None
+    activation: Quantizer | None
+    packed: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight is not None
+
+    def multiple_of(self) -> int:
+        """What `in_features` must be a multiple of."""
+        quantizers = (quantizer for quantizer in (self.weight, self.activation) if quantizer is not None)
+        return math.lcm(*(quantizer.granularity.multiple_of() for quantizer in quantizers))
+
+    def check_shape(self, module: str, shape_NK: tuple[int, int]) -> None:
+        """Refuse, as ConfigurationError, a matrix whose input features do not fill whole groups."""
+        columns = shape_NK[1]
+        if columns % self.multiple_of():
+            fitting = [name for name, scheme in SCHEMES.items() if columns % scheme.multiple_of() == 0]
+            raise ConfigurationError(
+                f"{module}: in_features {columns} is not a multiple of {self.multiple_of()}, which scheme "
+                f"'{self.name}' needs; schemes that fit are {', '.join(fitting)}: take one of them as `scheme`, or "
+                "for this module (and those fused with it) in [quant.rules]"
+            )
+
+    def stored_bytes(self, shape_NK: tuple[int, int]) -> int:
+        """Bytes of the codes and fp32 scales of one matrix as stored; full precision counts as fp32."""
+        elements = shape_NK[0] * shape_NK[1]
+        if self.weight is None:
+            return 4 * elements
+        scale_rows, scale_columns = self.weight.granularity.scale_shape(*shape_NK)
+        code_bytes = elements * self.weight.format.bits // 8 if self.packed else elements
+        return code_bytes + 4 * scale_rows * scale_columns
+
+
+def _weight_only_int4(name: str, group: int) -> Scheme:
+    return Scheme(name, Quantizer(INT4, PerGroup(group)), None, packed=True)
+
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("none", None, None),
+        Scheme("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
+        Scheme("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
+        _weight_only_int4("w4a16", 128),
+        # For models whose widths are multiples of 64 or 32 only, such as SmolLM2-135M (576).
+        _weight_only_int4("w4a16-g64", 64),
+        _weight_only_int4("w4a16-g32", 32),
+        Scheme("fp8", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow())),
+        Scheme("fp8-block", Quantizer(E4M3, PerBlock(128, 128)), Quantizer(E4M3, PerGroup(128))),
+    )
+}
+
+
+def scheme_named(name: str) -> Scheme:
+    """The scheme of that name; ConfigurationError with the nearest names otherwise."""
+    if name in SCHEMES:
+        return SCHEMES[name]
+    near = get_close_matches(name, SCHEMES, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(match) for match in near)}? " if near else ""
+    raise ConfigurationError(f"unknown scheme '{name}': {hint}known schemes are {', '.join(SCHEMES)}")

@@ -1,0 +1,259 @@
+"""What a run is: a TOML file and dotted overrides, checked as a whole into one tree of the rooms' configurations."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from qarl.advantages import AdvantageConfig, GroupStd
+from qarl.config import Config
+from qarl.errors import ConfigurationError
+from qarl.explain import Place, did_you_mean, is_choice, locate, problems
+from qarl.learner.config import LearnerConfig
+from qarl.objectives import ObjectiveConfig, Tbpo
+from qarl.prompts import PromptsConfig
+from qarl.quant import QuantConfig, scheme_named
+from qarl.rewards import RewardConfig
+from qarl.rollout.config import EngineConfig, SamplingConfig
+
+
+class EvalConfig(Config):
+    """Held-out questions of the prompts' source, asked before the first step, after the last, and in between."""
+
+    name: str = Field("held_out", pattern=r"^[\w.-]+$", description="The set's name in metrics: `eval/<name>/pass@1`.")
+    count: int = Field(200, ge=1, description="How many questions.")
+    samples: int = Field(1, ge=1, description="Answers a question; also the k of pass@k.")
+    temperature: float = Field(1.0, ge=0.0, description="Divides the logits; 0 takes the likeliest token.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after the run.")
+    correct_term: str | None = Field(
+        None, description="Reward term that says whether an answer is right (at least 1); without it, the first term."
+    )
+
+    @model_validator(mode="after")
+    def _greedy_answers_are_all_the_same(self) -> Self:
+        if self.temperature == 0.0 and self.samples > 1:
+            raise ValueError(
+                f"eval.samples = {self.samples} with eval.temperature = 0: greedy answers are all the same; "
+                "set eval.samples = 1 or a temperature above 0"
+            )
+        return self
+
+
+class CheckpointConfig(Config):
+    """When the whole state of a run is saved."""
+
+    every: int = Field(10, ge=1, description="Steps between checkpoints; there is always one at the end.")
+    keep_last: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
+
+
+class Recipe(Config):
+    """One training run."""
+
+    model: str = Field(min_length=1, description="A folder, a run, a hub id, or a name qarl knows.")
+    seed: int = Field(0, ge=0, description="Everything random in a run follows from it.")
+    steps: int = Field(100, ge=1, description="Rollout batches to train on.")
+    prompts_per_step: int = Field(8, ge=1, description="Questions of a rollout batch.")
+    group_size: int = Field(8, ge=1, description="Completions of every question.")
+    scheme: str = Field("w8a8-int8", description="How weights and activations are quantized; `none`: they are not.")
+    alignment: Literal["auto", "none"] = Field(
+        "auto", description="`auto`: the learner computes as the engine does; `none`: in full precision, a baseline."
+    )
+    prompts: PromptsConfig = Field(description="Where questions come from.")
+    rewards: tuple[RewardConfig, ...] = Field(
+        strict=False, min_length=1, description="Terms of the reward; it is their weighted sum."
+    )
+    max_reward_error_share: float = Field(
+        0.1, ge=0.0, le=1.0, description="The run stops when more completions of a batch than this have no reward."
+    )
+    advantage: AdvantageConfig = Field(default_factory=GroupStd, description="From rewards to advantages.")
+    objective: ObjectiveConfig = Field(default_factory=Tbpo, description="What the learner maximizes.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="What makes completions.")
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="What changes weights.")
+    quant: QuantConfig = Field(default_factory=QuantConfig, description="Exceptions to the scheme.")
+    eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved.")
+
+    @field_validator("scheme")
+    @classmethod
+    def _scheme_exists(cls, scheme: str) -> str:
+        scheme_named(scheme)
+        return scheme
+
+    @model_validator(mode="after")
+    def _choices_fit_together(self) -> Self:
+        complaints = [*_group_complaints(self), *_name_complaints(self)]
+        if complaints:
+            raise ValueError("; ".join(complaints))
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """`--learner.lr=1e-5`: the keys on the way, and a TOML value (a bare word is a string)."""
+
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply command-line overrides; ConfigurationError has one line for every problem found."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: is not valid TOML: {error}") from error
+    return parse_recipe(table, str(path), parse_overrides(overrides))
+
+
+def parse_recipe(table: dict[str, Any], source: str, overrides: Sequence[Override] = ()) -> Recipe:
+    """A recipe from a parsed table; `source` is its name in errors."""
+    given = {override.key for override in overrides}
+
+    def source_of(key: str) -> str:
+        if any(key == one or key.startswith(f"{one}.") for one in given):
+            return "command line"
+        partly = any(key == "" or one.startswith(f"{key}.") for one in given)
+        return f"{source} with the command line" if partly else source
+
+    try:
+        return Recipe.model_validate(apply_overrides(table, overrides))
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(problems(error, Recipe, source_of))) from None
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """`--a.b=value` or `--a.b value`; a key with dots or other signs is quoted: `--quant.rules."*.o_proj"=none`."""
+    overrides = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not key:
+            raise ConfigurationError(f"{argument}: is no option; override a recipe's key as --key.sub=value")
+        if not equals:
+            if not waiting or waiting[0].startswith("--"):
+                raise ConfigurationError(f"--{key}: has no value; write --{key}=value")
+            text = waiting.pop(0)
+        parts = re.findall(r'"[^"]*"|[^."]+', key)
+        overrides.append(Override(tuple(part.strip('"') for part in parts), _toml_value(text)))
+    return overrides
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+    """A changed copy. Another `type` starts its table afresh: the old type's settings mean nothing to the new one."""
+    changed = copy.deepcopy(table)
+    for override in sorted(overrides, key=lambda one: one.path[-1] != "type"):
+        owner = _owner(changed, override)
+        name = override.path[-1]
+        if isinstance(owner, list):
+            owner[_index(owner, name, override)] = override.value
+            continue
+        if (
+            name == "type"
+            and owner.get("type", override.value) != override.value
+            and is_choice(_place(override.path[:-1]).kind)
+        ):
+            owner.clear()
+        owner[name] = override.value
+    return changed
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Every key with its value, defaults included; reading it back gives the same recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def changed_keys(before: Recipe, after: Recipe) -> list[str]:
+    """Dotted keys whose values differ, in the order of the recipe."""
+    return list(_differences(before.model_dump(mode="json"), after.model_dump(mode="json"), ""))
+
+
+def _differences(before: Any, after: Any, key: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = list(dict.fromkeys([*before, *after]))
+        inner = [_differences(before.get(name), after.get(name), f"{key}.{name}") for name in names]
+        return [found for part in inner for found in part]
+    return [] if before == after else [key.removeprefix(".")]
+
+
+def _group_complaints(recipe: Recipe) -> list[str]:
+    complaints = []
+    if recipe.group_size == 1 and recipe.advantage.needs_group:
+        complaints.append(
+            f"group_size = 1 with advantage.type = '{recipe.advantage.type}': a single completion has nothing to be "
+            "compared with; set group_size to 2 or more, or advantage.type = 'none'"
+        )
+    if recipe.prompts_per_step % recipe.learner.updates_per_batch:
+        complaints.append(
+            f"learner.updates_per_batch = {recipe.learner.updates_per_batch} does not divide "
+            f"prompts_per_step = {recipe.prompts_per_step}: every update takes the same number of prompts; "
+            "change one of the two"
+        )
+    return complaints
+
+
+def _name_complaints(recipe: Recipe) -> list[str]:
+    wanted = recipe.eval.correct_term if recipe.eval is not None else None
+    labels = [term.label for term in recipe.rewards]
+    if wanted is None or wanted in labels:
+        return []
+    return [f"eval.correct_term = '{wanted}' is no reward term; {did_you_mean(wanted, labels)}"]
+
+
+def _place(path: Sequence[str]) -> Place:
+    return locate([int(part) if part.isdigit() else part for part in path], Recipe)
+
+
+def _default_choice(path: Sequence[str]) -> dict[str, Any]:
+    """A table that the recipe leaves out, as overrides find it: a choice has the `type` it has by default."""
+    place = _place(path)
+    if not is_choice(place.kind) or place.field is None or place.field.is_required():
+        return {}
+    return {"type": place.field.get_default(call_default_factory=True).type}
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    # Dates are TOML too, but no key of ours is one: `2024-01-01` names a file or a model.
+    return value if isinstance(value, (str, int, float, bool, list, dict)) else text
+
+
+def _owner(table: dict[str, Any], override: Override) -> dict[str, Any] | list[Any]:
+    """The table or list that holds the override's last key; tables on the way are made."""
+    owner: Any = table
+    for depth, name in enumerate(override.path[:-1], 1):
+        if isinstance(owner, list):
+            owner = owner[_index(owner, name, override)]
+        else:
+            owner = owner.setdefault(name, _default_choice(override.path[:depth]))
+        if not isinstance(owner, (dict, list)):
+            raise ConfigurationError(f"command line: {override.key}: {name} is a value and has no keys of its own")
+    return owner
+
+
+def _index(items: list[Any], name: str, override: Override) -> int:
+    """A position in the list; the one after the last makes a new table."""
+    if name.isdigit() and int(name) == len(items):
+        items.append({})
+    if not name.isdigit() or int(name) >= len(items):
+        raise ConfigurationError(
+            f"command line: {override.key}: '{name}' is no position in a list of {len(items)}; count from 0"
+        )
+    return int(name)

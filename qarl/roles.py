@@ -1,0 +1,105 @@
+"""What each room must be able to do: the verbs of the system. `loop.py` knows these and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from qarl.metrics import Metrics
+from qarl.records import Advantages, Group, GroupRewards, LossInputs, Prompt, Sampling, Snapshot
+
+
+class PromptSource(Protocol):
+    def take(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of a step: a function of (seed, step), so that a resumed run sees the same ones."""
+        ...
+
+
+class Engine(Protocol):
+    version: int
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+    ) -> list[Group]:
+        """`group_size` completions of every prompt, in the prompts' order; a function of the seed alone."""
+        ...
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Serve these weights from now on; refuses a snapshot whose checksum does not match its tensors."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Readings of the last `generate` (`perf/*`, `engine/*`)."""
+        ...
+
+
+class Reward(Protocol):
+    def __call__(self, groups: Sequence[Group]) -> list[GroupRewards]: ...
+
+
+class Advantage(Protocol):
+    def __call__(self, rewards: Sequence[Tensor]) -> Advantages:
+        """Rewards [G] of every group to advantages [G]; NaN rewards stay NaN and do not count."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossReport:
+    """`loss` is this micro-batch's share of the whole batch's loss: shares add up."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+class Objective(Protocol):
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+    def __call__(self, inputs: LossInputs) -> LossReport: ...
+
+
+class Learner(Protocol):
+    version: int
+
+    def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
+        """Train on one rollout batch (`updates_per_batch` optimizer steps)."""
+        ...
+
+    def publish(self) -> Snapshot:
+        """The current weights, quantized once; `version` counts rollout batches trained."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Everything needed to go on exactly, into an existing empty folder."""
+        ...
+
+    def restore(self, folder: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """One finished step. `step` counts from 0 and is also the version of the weights that made `groups`."""
+
+    step: int
+    groups: Sequence[Group]
+    rewards: Sequence[GroupRewards]
+    metrics: Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Shows or stores what a run measured; must never influence it."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out figures of the weights after `step` finished steps."""
+        ...
+
+    def close(self) -> None: ...

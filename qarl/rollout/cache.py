@@ -1,0 +1,97 @@
+"""Where keys and values of every request live: rows of one store per layer, handed out in pages.
+
+Bookkeeping is plain Python over row numbers; only the stores are tensors. Pages of one request need not be
+neighbours: attention takes any list of spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl.errors import ConfigurationError
+from qarl.models.config import ModelConfig
+
+PAGE = 32
+"""Rows (tokens) a page."""
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def bytes_per_token(config: ModelConfig) -> int:
+    """Keys and values of one token in every layer, fp32."""
+    return 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+@dataclass(slots=True)
+class Region:
+    """The rows of one request (or of a shared prompt): `length` of them are written."""
+
+    pages: list[int]
+    length: int = 0
+
+    def next_rows(self, count: int) -> list[int]:
+        """Rows for the next `count` tokens, which count as written from now on."""
+        positions = range(self.length, self.length + count)
+        self.length += count
+        return [self.pages[p // PAGE] * PAGE + p % PAGE for p in positions]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(first row, length) of the written rows in order, neighbouring pages joined."""
+        found: list[tuple[int, int]] = []
+        left = self.length
+        for page in self.pages:
+            rows = min(left, PAGE)
+            if rows <= 0:
+                break
+            if found and sum(found[-1]) == page * PAGE:
+                found[-1] = (found[-1][0], found[-1][1] + rows)
+            else:
+                found.append((page * PAGE, rows))
+            left -= rows
+        return found
+
+
+class KVCache:
+    """Stores for every layer under a byte budget, with a free list of pages.
+
+    A request reserves all the pages it can come to need before it starts, so nothing is ever evicted.
+    """
+
+    def __init__(self, config: ModelConfig, budget_bytes: int, wanted_pages: int) -> None:
+        """Room for `wanted_pages`, or for as many as the budget holds."""
+        page_bytes = PAGE * bytes_per_token(config)
+        self.num_pages = min(wanted_pages, budget_bytes // page_bytes)
+        if self.num_pages < 1:
+            raise ConfigurationError(
+                f"engine.kv_bytes = {budget_bytes} does not hold one page of {PAGE} tokens ({page_bytes} bytes "
+                "for this model); raise it"
+            )
+        shape = (self.num_pages * PAGE, config.num_kv_heads, config.head_dim)
+        self.keys: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))
+        self.values: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))
+        self._free: list[int] = []
+        self.release_all()
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def reserve(self, tokens: int) -> Region:
+        """Pages for `tokens`; the caller has checked `free_pages`."""
+        count = pages_for(tokens)
+        assert count <= len(self._free), "admission let in more than the cache holds"
+        return Region([self._free.pop() for _ in range(count)])
+
+    def release_all(self) -> None:
+        """Forget every region, as after a rollout that was interrupted."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
+
+    def release(self, region: Region) -> None:
+        self._free.extend(reversed(region.pages))
+        region.pages = []
+        region.length = 0

@@ -1,0 +1,29 @@
+"""What a user chooses about the rollout."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from qarl.config import Config
+
+
+class SamplingConfig(Config):
+    """How training completions are drawn. There is no top-p, top-k or min-p: the learner would need the kept set."""
+
+    temperature: float = Field(1.0, gt=0.0, description="Divides the logits; 0 (greedy) is not a policy to train.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens, its stop token included.")
+
+
+class NativeEngineConfig(Config):
+    """Our own engine: continuous batching on the CPU, same operations as the learner."""
+
+    type: Literal["native"] = "native"
+    kv_cache: Literal["fp32"] = Field("fp32", description="Number format of cached keys and values.")
+    kv_bytes: int = Field(1 << 30, ge=1 << 16, description="Most bytes the key/value cache may take.")
+    max_concurrency: int = Field(64, ge=1, description="Most completions decoded at a time.")
+    prefill_tokens: int = Field(2048, ge=1, description="Most prompt tokens computed in one forward pass.")
+
+
+EngineConfig = NativeEngineConfig

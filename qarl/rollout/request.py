@@ -1,0 +1,64 @@
+"""One completion on its way, and the layout of a forward over many of them. No arithmetic here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qarl.ops.reference import Spans
+from qarl.records import FinishReason, Prompt
+from qarl.rollout.cache import Region
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A prompt that several requests continue; computed once. `hidden` [D] is its last token's, once prefilled."""
+
+    prompt: Prompt
+    waiting: int
+    region: Region | None = None
+    hidden: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One completion: what it continues, where it keeps its keys, what it has so far."""
+
+    shared: SharedPrompt
+    group: int
+    index: int
+    stream: int
+    region: Region | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """Position of the newest token in the whole sequence."""
+        return len(self.shared.prompt.token_ids) + len(self.token_ids) - 1
+
+    def take(self, token: int, logprob: float, stop_token_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Append a sampled token and notice the end."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == max_new_tokens:
+            self.finish_reason = "length"
+
+
+def spans_of(sequences: Sequence[Sequence[tuple[int, int]]], queries: Sequence[Sequence[int]]) -> Spans:
+    """Lay out `queries[s]` (how many keys each query of sequence s sees) over the sequences' spans."""
+    starts = [start for spans in sequences for start, _ in spans]
+    lengths = [length for spans in sequences for _, length in spans]
+    pointers = [0]
+    for spans in sequences:
+        pointers.append(pointers[-1] + len(spans))
+    owners = [s for s, visible in enumerate(queries) for _ in visible]
+    visible = [count for counts in queries for count in counts]
+    tensors = [torch.tensor(values, dtype=torch.int64) for values in (owners, visible, pointers, starts, lengths)]
+    return Spans(*tensors, families=torch.tensor([0, len(visible)]), longest=max(visible))

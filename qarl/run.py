@@ -1,0 +1,255 @@
+"""One run from its recipe to its summary: resume, train, evaluate, save, and leave everything in the run folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from qarl import loop
+from qarl.build import System
+from qarl.checkpoint import Checkpoint, CheckpointStore, newest_checkpoint, open_checkpoint, write_atomically
+from qarl.errors import ConfigurationError, RunError
+from qarl.evaluate import evaluate
+from qarl.interrupts import Interrupted, Interrupts
+from qarl.metrics import Metrics, values
+from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
+from qarl.roles import StepReport
+from qarl.runfolder import RunFolder
+from qarl.tracking import Trackers
+from qarl.tracking.completions import Completions
+from qarl.tracking.console import Console
+from qarl.tracking.jsonl import EVALUATIONS_FILE, METRICS_FILE, MetricsFiles, read_lines
+from qarl.tracking.picture import draw
+from qarl.tracking.tensorboard import TensorBoard
+
+log = logging.getLogger("qarl")
+
+EVALUATION_STEP = -1
+"""In the place of a step in the seed of held-out answers: no training step has it, so the draws are apart, and they
+are the same at every evaluation, so that two of them differ by the weights alone."""
+
+FREE_TO_CHANGE = ("steps", "eval", "checkpoint", "engine.kv_bytes", "engine.max_concurrency", "engine.prefill_tokens")
+"""Keys that may differ when a run is resumed: they do not change what a step computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run lives, and the checkpoint it goes on from, if there is one."""
+
+    folder: RunFolder
+    checkpoint: Checkpoint | None
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step if self.checkpoint is not None else 0
+
+
+def open_run(recipe: Recipe, name: str, run_dir: Path | None, resume: str) -> Start:
+    """Decide where to run and from where.
+
+    `resume` is "auto" (go on where `run_dir` has a checkpoint), "never", or a run folder or checkpoint to go on
+    from. Without `run_dir` a new folder `runs/<name>-<time>` is taken. Nothing is written.
+    """
+    if resume not in ("auto", "never"):
+        return _resume_from(recipe, Path(resume), run_dir)
+    if run_dir is None:
+        return Start(RunFolder(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), None)
+    folder = RunFolder(run_dir)
+    if not folder.recipe.exists():
+        return Start(folder, None)
+    if resume == "never":
+        raise ConfigurationError(f"{run_dir}: already holds a run; choose another --run-dir, or --resume auto to go on")
+    _check_same_recipe(recipe, folder)
+    return Start(folder, newest_checkpoint(folder.checkpoints))
+
+
+def train(recipe: Recipe, system: System, start: Start, stream: TextIO) -> dict[str, Any]:
+    """Run to the last step and summarize; progress goes to `stream`.
+
+    On SIGINT or SIGTERM the last finished step is saved and `Interrupted` says how to go on.
+    """
+    started = time.perf_counter()
+    folder = start.folder
+    with folder.lock(), _logging(folder.log, stream), Interrupts(log.warning) as interrupts:
+        write_atomically(folder.recipe, to_toml(recipe))
+        log.info("run folder %s", folder.path)
+        log.info("%s", system.account)
+        store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last)
+        state = _State(recipe, system, store, start.step)
+        state.restore(start.checkpoint)
+        trackers = _trackers(folder, start.step, recipe.steps, stream)
+        try:
+            _train(recipe, system, state, trackers, interrupts)
+        except Interrupted:
+            state.save()
+            raise Interrupted(
+                f"interrupted after {state.done} of {recipe.steps} steps, which are saved; "
+                f"go on with the same recipe and --resume {folder.path}"
+            ) from None
+        except RunError as error:
+            kept = store.newest()
+            saved = f"{kept.folder} is the last checkpoint" if kept is not None else "no checkpoint was saved yet"
+            raise RunError(f"{error}; {saved}") from error
+        finally:
+            trackers.close()
+        summary = summarize(folder.path, recipe) | {
+            "seconds": time.perf_counter() - started,
+            "tracker_failures": trackers.failures,
+            "picture": str(draw(folder.path)),
+        }
+        log.info("%s", describe(summary))
+    return summary
+
+
+def summarize(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """What a run came to, from its files: reward, held-out accuracy before and after, and the alignment measured."""
+    steps = read_lines(folder / METRICS_FILE)
+    evaluations = read_lines(folder / EVALUATIONS_FILE)
+    summary: dict[str, Any] = {"run_dir": str(folder), "steps": len(steps), "alignment": measured_alignment(steps)}
+    if steps:
+        summary["reward_first"] = steps[0].get("reward/mean")
+        summary["reward_last"] = steps[-1].get("reward/mean")
+    if evaluations and recipe.eval is not None:
+        name = f"eval/{recipe.eval.name}/pass@1"
+        summary["held_out_before"] = evaluations[0].get(name)
+        summary["held_out_after"] = evaluations[-1].get(name)
+    return summary
+
+
+def measured_alignment(steps: list[dict[str, Any]]) -> str:
+    """`exact` if engine and learner agreed on every token's bits in every step, else how far they were apart."""
+    shares = [row["mismatch/bit_equal"] for row in steps if row.get("mismatch/bit_equal") is not None]
+    if not shares:
+        return "not measured"
+    if min(shares) == 1.0:
+        return "exact"
+    apart = max(row.get("mismatch/max_abs") or 0.0 for row in steps)
+    return f"not exact: bit-equal {min(shares):.4f} of tokens at worst, largest difference {apart:.3g}"
+
+
+def describe(summary: Mapping[str, Any]) -> str:
+    """The summary for people."""
+    lines = [f"finished {summary['steps']} steps in {summary['seconds']:.1f} s"]
+    if summary.get("held_out_after") is not None:
+        lines.append(f"held-out pass@1: {summary['held_out_before']:.3f} before, {summary['held_out_after']:.3f} after")
+    lines.append(f"alignment measured: {summary['alignment']}")
+    if summary["tracker_failures"]:
+        lines.append(f"{summary['tracker_failures']} trackers failed, see run.log")
+    return "\n".join([*lines, f"run folder: {summary['run_dir']}", f"picture: {summary['picture']}"])
+
+
+class _State:
+    """How far the run is, and whether that is on disk."""
+
+    def __init__(self, recipe: Recipe, system: System, store: CheckpointStore, done: int) -> None:
+        self._recipe = recipe
+        self._learner = system.cast.learner
+        self._engine = system.cast.engine
+        self._store = store
+        self.done = done
+        self._saved: int | None = None
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
+        if checkpoint is not None:
+            self._learner.restore(checkpoint.folder)
+            self._saved = checkpoint.step
+            log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
+        self._engine.load(self._learner.publish())
+
+    def finish_step(self, report: StepReport) -> None:
+        self.done = report.step + 1
+        if self.done % self._recipe.checkpoint.every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Store the state after the last finished step, unless it is stored already."""
+        if self._saved != self.done:
+            checkpoint = self._store.save(self.done, self._learner.save, {"version": self._learner.version})
+            self._saved = self.done
+            log.info("saved %s", checkpoint.folder)
+
+
+def _train(recipe: Recipe, system: System, state: _State, trackers: Trackers, interrupts: Interrupts) -> None:
+    questions, cast = system.questions, system.cast
+
+    def measure(step: int) -> Metrics:
+        assert questions is not None
+        metrics = evaluate(cast.engine, cast.reward, questions, seed=(recipe.seed, EVALUATION_STEP))
+        trackers.evaluation(step, values(metrics))
+        return metrics
+
+    def measure_if_due(step: int) -> Metrics:
+        due = questions is not None and (
+            step % recipe.eval.every == 0 if recipe.eval and recipe.eval.every else not step
+        )
+        return measure(step) if due else {}
+
+    loop.train(cast, system.plan, state.done, measure_if_due, [trackers.step, state.finish_step], interrupts)
+    state.save()
+    if questions is not None:
+        with interrupts.allowed():
+            measure(recipe.steps)
+
+
+def _trackers(folder: RunFolder, first_step: int, steps: int, stream: TextIO) -> Trackers:
+    return Trackers(
+        [
+            MetricsFiles(folder.path, first_step),
+            Completions(folder.completions, first_step),
+            TensorBoard(folder.events, first_step),
+            Console(stream, first_step, steps),
+        ]
+    )
+
+
+def _resume_from(recipe: Recipe, path: Path, run_dir: Path | None) -> Start:
+    is_checkpoint = path.parent.name == "checkpoints"
+    folder = RunFolder(path.parent.parent if is_checkpoint else path)
+    if not folder.recipe.exists():
+        raise ConfigurationError(f"--resume {path}: is no run folder (it has no recipe.toml) and no checkpoint of one")
+    if run_dir is not None and run_dir.resolve() != folder.path.resolve():
+        raise ConfigurationError(f"--resume {path}: a run goes on in its own folder; leave --run-dir {run_dir} out")
+    _check_same_recipe(recipe, folder)
+    checkpoint = open_checkpoint(path) if is_checkpoint else newest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        raise ConfigurationError(f"--resume {path}: has no whole checkpoint; start again with --resume never")
+    return Start(folder, checkpoint)
+
+
+def _check_same_recipe(recipe: Recipe, folder: RunFolder) -> None:
+    changed = [
+        key
+        for key in changed_keys(load_recipe(folder.recipe), recipe)
+        if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+    ]
+    if changed:
+        raise ConfigurationError(
+            f"{folder.recipe}: the run was started with other values of {', '.join(changed)}; resume it with those, or "
+            "choose another --run-dir for a new run"
+        )
+
+
+@contextmanager
+def _logging(path: Path, stream: TextIO) -> Iterator[None]:
+    """The run's own log goes to `run.log` with times and to `stream` without, for as long as the run lasts."""
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_stream = logging.StreamHandler(stream)
+    handlers = (to_file, to_stream)
+    level = log.level
+    log.setLevel(logging.INFO)
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+        to_file.close()
+        log.setLevel(level)

@@ -1,0 +1,100 @@
+"""The run folder: what lies where in it, and the lock that keeps a second run out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from qarl.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run; nothing is created by asking for them."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe, TOML."""
+        return self.path / "recipe.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def completions(self) -> Path:
+        """Sampled texts with rewards and log-probabilities."""
+        return self.path / "completions"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where `CheckpointStore` keeps `step-N/` and `latest`."""
+        return self.path / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "events"
+
+    @property
+    def log(self) -> Path:
+        """What the run said."""
+        return self.path / "run.log"
+
+    def lock(self) -> RunLock:
+        """The right to write here; see `RunLock`."""
+        return RunLock(self.path)
+
+
+class RunLock:
+    """Exclusive right to write into a run folder, as a context manager; the system frees it when the process dies.
+
+    Entering creates the folder, and raises ConfigurationError naming the holder's process id when another run holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "run.lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigurationError(
+                f"run folder {folder} cannot be written: {error.strerror}; choose another with --run-dir"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 200).decode().strip() or "another process"
+            os.close(descriptor)
+            cause = f"in use by {holder}" if isinstance(error, BlockingIOError) else f"not lockable: {error.strerror}"
+            raise ConfigurationError(
+                f"run folder {folder} is {cause}; stop that run or choose another folder with --run-dir"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._descriptor = descriptor
+        # A forked worker that outlives a killed run would otherwise go on holding the lock.
+        os.register_at_fork(after_in_child=self._close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The file stays: were it removed, a third run could lock a new one while a second waits on the old.
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

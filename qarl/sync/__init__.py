@@ -1,0 +1,1 @@
+"""From learner to engine: weights published once a version, checked on arrival."""

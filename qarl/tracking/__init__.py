@@ -1,0 +1,36 @@
+"""Where a run's figures go: files, TensorBoard, the terminal. None of it can disturb the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from qarl.roles import StepReport, Tracker
+
+log = logging.getLogger("qarl")
+
+
+class Trackers:
+    """Hands every report to every tracker; one that fails is logged, counted and not asked again."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self.failures = 0
+
+    def step(self, report: StepReport) -> None:
+        self._each(lambda tracker: tracker.step(report))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.evaluation(step, metrics))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                act(tracker)
+            except Exception:  # Whatever a tracker does wrong (full disk, lost network), the run must go on.
+                self.failures += 1
+                self._trackers.remove(tracker)
+                log.exception("%s failed and is off for the rest of this run", type(tracker).__name__)

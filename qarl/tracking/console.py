@@ -1,0 +1,72 @@
+"""The run on the terminal: a line a step, and a progress bar below them where there is a terminal to draw on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from qarl.roles import StepReport
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward/mean", ".3f"),
+    ("length", "completion/length_mean", ".1f"),
+    ("mismatch", "mismatch/max_abs", ".1e"),
+    ("ratio_max", "objective/ratio_max", ".4f"),
+    ("tok/s", "perf/rollout_tokens_per_s", ".0f"),
+    ("s", "time/step", ".2f"),
+)
+"""(heading, metric, format) of what a step's line shows."""
+
+
+class Console:
+    """Prints to `stream`, which is never standard output when a JSON result is to come there."""
+
+    def __init__(self, stream: TextIO, first_step: int, steps: int) -> None:
+        self._terminal = Terminal(file=stream, highlight=False, soft_wrap=True)
+        self._steps = steps
+        self._first_step = first_step
+        self._started = time.perf_counter()
+        self._bar = Progress(
+            TextColumn("steps"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._terminal,
+            transient=True,
+            disable=not self._terminal.is_terminal,
+        )
+        self._task = self._bar.add_task("steps", total=steps, completed=first_step)
+        self._bar.start()
+
+    def step(self, report: StepReport) -> None:
+        done = report.step + 1
+        seconds_a_step = (time.perf_counter() - self._started) / (done - self._first_step)
+        remaining = seconds_a_step * (self._steps - done)
+        self._terminal.print(step_line(report.step, self._steps, report.metrics, remaining), markup=False)
+        self._bar.update(self._task, completed=done)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._terminal.print(evaluation_line(step, metrics), markup=False)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float], remaining_s: float) -> str:
+    """`step 3/15  reward 0.422  ...  ETA 1:02`; a metric this run does not measure is left out."""
+    shown = [f"{heading} {metrics[name]:{fmt}}" for heading, name, fmt in COLUMNS if name in metrics]
+    minutes, seconds = divmod(round(remaining_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return "  ".join([f"step {step + 1}/{steps}", *shown, f"ETA {eta}"])
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """`held-out after 0 steps  arithmetic/pass@1 0.115  ...`."""
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items()]
+    return "  ".join([f"held-out after {step} steps", *shown])

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from qarl.errors import ConfigurationError
+from qarl.rewards.gym import ReasoningGymScore
+
+
+@pytest.fixture
+def row():
+    library = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    entry = library.create_dataset("basic_arithmetic", seed=3, size=1)[0]
+    return {"entry": entry, "task": "basic_arithmetic", "task_config": {}}
+
+
+def test_the_tasks_verifier_scores_what_stands_in_the_last_tag(row, make_prompt, make_completion):
+    right = row["entry"]["answer"]
+    prompt = make_prompt(**row)
+    score = ReasoningGymScore().score
+    assert score(prompt, make_completion(f"<answer>0</answer> no, <answer> {right} </answer>")) == 1.0
+    assert score(prompt, make_completion(f"<answer>{right}</answer> no, <answer>x</answer>")) < 1.0
+    assert score(prompt, make_completion(right)) == 0.0
+    assert ReasoningGymScore(tag="").score(prompt, make_completion(f" {right}\n")) == 1.0
+
+
+def test_row_of_another_source_is_refused(make_prompt, make_completion):
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    with pytest.raises(ConfigurationError, match="reward reasoning_gym: column `task` is missing"):
+        ReasoningGymScore().score(make_prompt(answer="7"), make_completion("7"))
+
+
+def test_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigurationError, match=r"reward reasoning_gym needs .*pip install 'qarl-llm\[demo\]'"):
+        ReasoningGymScore().prepare()

@@ -1,0 +1,216 @@
+"""The main loop, run by fakes that write down what is asked of them."""
+
+import math
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qarl.interrupts import Interrupted, Interrupts
+from qarl.loop import Cast, Plan, Stopwatch, train
+from qarl.metrics import Last, Mean, Metrics
+from qarl.records import Advantages, Completion, Group, GroupRewards, Prompt, Sampling, Snapshot
+from qarl.roles import StepReport
+
+PLAN = Plan(seed=7, steps=3, prompts_per_step=2, group_size=2, sampling=Sampling(max_new_tokens=4))
+
+
+@dataclass
+class Log:
+    calls: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FakePrompts:
+    log: Log
+
+    def take(self, step: int, count: int) -> list[Prompt]:
+        self.log.calls.append(f"take {step} {count}")
+        return [Prompt(f"fake/{step}/{index}", (1, 2), "ask", {}) for index in range(count)]
+
+
+@dataclass
+class FakeEngine:
+    """Tokens are a function of the seed and of the served version alone."""
+
+    log: Log
+    version: int = 0
+    signal_during_generate: int | None = None
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+    ) -> list[Group]:
+        self.log.calls.append(f"generate v{self.version} seed {seed}")
+        if self.signal_during_generate is not None:
+            os.kill(os.getpid(), self.signal_during_generate)
+        return [
+            Group(prompt, tuple(_completion(seed, self.version, index) for index in range(group_size)))
+            for prompt in prompts
+        ]
+
+    def load(self, snapshot: Snapshot) -> None:
+        self.log.calls.append(f"load v{snapshot.version}")
+        self.version = snapshot.version
+
+    def metrics(self) -> Metrics:
+        return {"perf/bubble": Last(0.25)}
+
+
+def _completion(seed: tuple[int, ...], version: int, index: int) -> Completion:
+    generator = torch.Generator().manual_seed(hash((*seed, version, index)) % 2**31)
+    tokens = torch.randint(0, 50, (3,), generator=generator)
+    return Completion(tokens, torch.full((3,), -1.0), torch.full((3,), version), "stop", "text")
+
+
+@dataclass
+class FakeReward:
+    log: Log
+    totals: tuple[float, float] = (0.0, 1.0)
+
+    def __call__(self, groups: Sequence[Group]) -> list[GroupRewards]:
+        self.log.calls.append("reward")
+        return [GroupRewards(torch.tensor(self.totals)) for _ in groups]
+
+
+@dataclass
+class FakeAdvantage:
+    log: Log
+
+    def __call__(self, rewards: Sequence[Tensor]) -> Advantages:
+        self.log.calls.append("advantage")
+        return [total - total.nanmean() for total in rewards]
+
+
+@dataclass
+class FakeLearner:
+    """Its state is a running sum of what it was trained on, so that a different history shows."""
+
+    log: Log
+    version: int = 0
+    state: float = 0.0
+    trained: list[Advantages] = field(default_factory=list)
+    signal_during_update: int | None = None
+
+    def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
+        self.log.calls.append("update")
+        if self.signal_during_update is not None:
+            os.kill(os.getpid(), self.signal_during_update)
+        self.trained.append(advantages)
+        tokens = torch.cat([completion.token_ids for group in groups for completion in group.completions])
+        self.state = 0.5 * self.state + float(tokens.sum())
+        self.version += 1
+        return {"objective/loss": Mean(self.state, 1.0)}
+
+    def publish(self) -> Snapshot:
+        self.log.calls.append("publish")
+        return Snapshot(self.version, {}, {}, "")
+
+    def save(self, folder: Path) -> None:
+        (folder / "state").write_text(f"{self.version} {self.state!r}")
+
+    def restore(self, folder: Path) -> None:
+        version, state = (folder / "state").read_text().split()
+        self.version, self.state = int(version), float(state)
+
+
+def cast_of_fakes() -> tuple[Cast, Log]:
+    log = Log()
+    return Cast(FakePrompts(log), FakeEngine(log), FakeReward(log), FakeAdvantage(log), FakeLearner(log)), log
+
+
+def run(
+    cast: Cast, first_step: int = 0, plan: Plan = PLAN, before_step: object = None, interrupts: Interrupts | None = None
+) -> list[StepReport]:
+    reports: list[StepReport] = []
+    with interrupts or Interrupts() as active:
+        train(cast, plan, first_step, before_step or (lambda step: {}), [reports.append], active)
+    return reports
+
+
+def test_a_step_asks_every_role_in_order_and_serves_the_new_version_next() -> None:
+    cast, log = cast_of_fakes()
+    run(cast, plan=Plan(7, 2, 2, 2, Sampling()))
+    first = ["take 0 2", "generate v0 seed (7, 0)", "reward", "advantage", "update", "publish", "load v1"]
+    second = ["take 1 2", "generate v1 seed (7, 1)", "reward", "advantage", "update", "publish", "load v2"]
+    assert log.calls == first + second
+
+
+def test_reports_carry_every_room_s_metrics_and_the_times_of_the_parts() -> None:
+    cast, _ = cast_of_fakes()
+    reports = run(cast, before_step=lambda step: {"eval/held_out/pass@1": Last(float(step))})
+    assert [report.step for report in reports] == [0, 1, 2]
+    metrics = reports[1].metrics
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["completion/length_mean"] == 3.0
+    assert metrics["perf/bubble"] == 0.25
+    assert metrics["eval/held_out/pass@1"] == 1.0
+    assert reports[2].metrics["objective/loss"] == cast.learner.state
+    parts = [metrics[f"time/{part}"] for part in ("rollout", "reward", "learner", "publish")]
+    assert 0.0 < sum(parts) <= metrics["time/step"]
+    assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(12 / metrics["time/rollout"])
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    unbroken, _ = cast_of_fakes()
+    whole = [report.metrics["objective/loss"] for report in run(unbroken)]
+
+    stopped, _ = cast_of_fakes()
+    first = [report.metrics["objective/loss"] for report in run(stopped, plan=Plan(7, 1, 2, 2, PLAN.sampling))]
+    stopped.learner.save(tmp_path)
+    resumed, _ = cast_of_fakes()
+    resumed.learner.restore(tmp_path)
+    resumed.engine.load(resumed.learner.publish())
+    rest = [report.metrics["objective/loss"] for report in run(resumed, first_step=resumed.learner.version)]
+
+    assert first + rest == whole
+    assert len(set(whole)) == 3
+
+
+def test_rewards_that_could_not_be_computed_reach_the_learner_as_nan_and_no_mean() -> None:
+    cast, _ = cast_of_fakes()
+    cast.reward.totals = (1.0, math.nan)
+    report = run(cast)[0]
+    assert report.metrics["reward/mean"] == 1.0
+    assert report.metrics["reward/errors"] == 2.0
+    assert cast.learner.trained[0][0].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_rollout_leaves_the_step_untrained(number: signal.Signals) -> None:
+    cast, log = cast_of_fakes()
+    cast.engine.signal_during_generate = number
+    with pytest.raises(Interrupted):
+        run(cast)
+    assert cast.learner.version == 0
+    assert log.calls[-1].startswith("generate")
+
+
+def test_a_signal_during_the_update_waits_until_the_step_is_published_and_reported() -> None:
+    cast, log = cast_of_fakes()
+    cast.learner.signal_during_update = signal.SIGTERM
+    announced: list[str] = []
+    reports: list[StepReport] = []
+    with Interrupts(announced.append) as interrupts, pytest.raises(Interrupted):
+        train(cast, PLAN, 0, lambda step: {}, [reports.append], interrupts)
+    assert log.calls[-1] == "load v1"
+    assert [report.step for report in reports] == [0]
+    assert len(announced) == 1
+
+
+def test_nothing_is_done_when_all_steps_are_done_already() -> None:
+    cast, log = cast_of_fakes()
+    assert run(cast, first_step=3) == []
+    assert log.calls == []
+
+
+def test_a_stopwatch_s_step_covers_its_parts() -> None:
+    clock = Stopwatch()
+    with clock.lap("rollout"):
+        sum(range(1000))
+    metrics = clock.metrics()
+    assert 0.0 < metrics["time/rollout"].value() <= metrics["time/step"].value()

@@ -1,0 +1,160 @@
+"""Recipes: strict, overridable, and said in one line when wrong."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qarl.errors import ConfigurationError
+from qarl.objectives import Grpo, Tbpo
+from qarl.recipe import Override, Recipe, changed_keys, load_recipe, parse_overrides, parse_recipe, to_toml
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+SMALL = """
+model = "tiny"
+[prompts]
+type = "arithmetic"
+[[rewards]]
+type = "answer"
+[objective]
+type = "tbpo"
+cap = 3.0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_a_recipe_is_read_with_its_defaults(small: Path) -> None:
+    recipe = load_recipe(small)
+    assert (recipe.model, recipe.scheme, recipe.alignment) == ("tiny", "w8a8-int8", "auto")
+    assert recipe.objective == Tbpo(cap=3.0)
+    assert recipe.eval is None
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_we_ship_is_valid(path: Path) -> None:
+    assert load_recipe(path).steps >= 1
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_a_resolved_recipe_reads_back_as_itself(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(tomllib.loads(to_toml(recipe)), "resolved") == recipe
+
+
+def test_overrides_are_toml_values(small: Path) -> None:
+    recipe = load_recipe(small, ["--learner.lr=1e-5", "--steps", "7", "--model=./other", "--rewards.0.weight=2"])
+    assert recipe.learner.lr == 1e-5
+    assert recipe.steps == 7
+    assert recipe.model == "./other"
+    assert recipe.rewards[0].weight == 2.0
+
+
+def test_an_override_may_add_a_table_to_a_list(small: Path) -> None:
+    recipe = load_recipe(small, ["--rewards.1.type=repetition", "--rewards.1.weight=0.5"])
+    assert [(term.type, term.weight) for term in recipe.rewards] == [("answer", 1.0), ("repetition", 0.5)]
+
+
+def test_another_type_starts_its_table_afresh_wherever_it_stands_on_the_command_line(small: Path) -> None:
+    recipe = load_recipe(small, ["--objective.clip_ratio_high=0.28", "--objective.type=grpo"])
+    assert recipe.objective == Grpo(clip_ratio_high=0.28)
+
+
+def test_the_same_type_keeps_its_table(small: Path) -> None:
+    assert load_recipe(small, ["--objective.type=tbpo"]).objective == Tbpo(cap=3.0)
+
+
+def test_a_table_that_is_left_out_is_overridden_from_its_default(small: Path) -> None:
+    recipe = load_recipe(small, ["--learner.optimizer.weight_decay=0.1"])
+    assert recipe.learner.optimizer.type == "adamw"
+    assert recipe.learner.optimizer.weight_decay == 0.1
+
+
+def test_a_module_pattern_is_quoted(small: Path) -> None:
+    recipe = load_recipe(small, ['--quant.rules."*.o_proj"=none'])
+    assert recipe.quant.rules == {"*.o_proj": "none"}
+
+
+def test_overrides_are_split_at_dots_outside_quotes() -> None:
+    assert parse_overrides(['--a."b.c".0=[1, 2]', "--d", "2024-01-01"]) == [
+        Override(("a", "b.c", "0"), [1, 2]),
+        Override(("d",), "2024-01-01"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--sampling.temperature=0", "command line: sampling.temperature = 0: must be greater than 0"),
+        ("--learner.lrr=1", "command line: learner.lrr = 1: unknown key; did you mean 'lr'?"),
+        ("--scheme=w8a8int8", "did you mean 'w8a8-int8'"),
+        ("--alignment=maybe", "command line: alignment = 'maybe': not a known value; known: auto, none"),
+        ("--objective.type=tpbo", "unknown type 'tpbo'; did you mean 'tbpo'?"),
+        ("--sampling.top_p=0.9", "would be another policy; remove the key"),
+        ("--steps=2.5", "command line: steps = 2.5: must be a valid integer"),
+        ("--group_size=1", "set group_size to 2 or more, or advantage.type = 'none'"),
+        ("--learner.updates_per_batch=3", "does not divide prompts_per_step = 8"),
+        ("--rewards.2.type=length", "'2' is no position in a list of 1; count from 0"),
+        ("--model.name=x", "model is a value and has no keys of its own"),
+        ("--eval.correct_term=ansr", "is no reward term; did you mean 'answer'?"),
+        ("--learner.lr=nan", "must be a finite number"),
+        ("steps=3", "steps=3: is no option"),
+        ("--steps", "--steps: has no value"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(small: Path, override: str, message: str) -> None:
+    found = refusal(small, override)
+    assert message in found
+    assert "\n" not in found
+
+
+def test_a_problem_of_the_file_names_the_file_and_the_key(small: Path) -> None:
+    small.write_text(SMALL.replace("cap = 3.0", "cap = -1.0"))
+    assert refusal(small).startswith(f"{small}: objective.cap = -1.0: must be greater than 0")
+
+
+def test_all_problems_are_reported_at_once(small: Path) -> None:
+    small.write_text("stepz = 3\n" + SMALL.replace("cap", "cup"))
+    found = refusal(small).splitlines()
+    assert len(found) == 2
+    assert "stepz" in "".join(found) and "objective.cup" in "".join(found)
+
+
+def test_greedy_held_out_answers_are_asked_for_once(small: Path) -> None:
+    assert "greedy answers are all the same" in refusal(small, "--eval.temperature=0", "--eval.samples=4")
+    once = load_recipe(small, ["--eval.temperature=0"]).eval
+    assert once is not None and once.samples == 1
+
+
+def test_one_completion_a_prompt_is_fine_without_a_group_advantage(small: Path) -> None:
+    assert load_recipe(small, ["--group_size=1", "--advantage.type=none"]).group_size == 1
+
+
+def test_a_missing_file_and_broken_toml_are_the_user_s_to_mend(tmp_path: Path) -> None:
+    assert "cannot be read (No such file or directory)" in refusal(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 3")
+    assert "is not valid TOML" in refusal(broken)
+
+
+def test_changed_keys_are_named_in_full(small: Path) -> None:
+    before, after = load_recipe(small), load_recipe(small, ["--learner.lr=1.0", "--eval.count=3"])
+    assert changed_keys(before, after) == ["learner.lr", "eval"]
+    assert changed_keys(before, before) == []
+
+
+def test_every_key_is_described() -> None:
+    undescribed = [name for name, field in Recipe.model_fields.items() if not field.description]
+    assert undescribed == []

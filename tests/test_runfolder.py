@@ -1,0 +1,65 @@
+"""The lock of a run folder, and where things lie in it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from qarl.errors import ConfigurationError
+from qarl.runfolder import RunFolder, RunLock
+
+
+def test_the_paths_are_those_of_the_contract() -> None:
+    run = RunFolder(Path("runs/a"))
+    paths = [run.recipe, run.metrics, run.completions, run.checkpoints, run.events, run.log]
+    assert [path.name for path in paths] == [
+        "recipe.toml", "metrics.jsonl", "completions", "checkpoints", "events", "run.log",
+    ]  # fmt: skip
+    assert {path.parent for path in paths} == {run.path}
+
+
+def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "new" / "run")
+    refusal = rf"new/run is in use by process {os.getpid()} on .*--run-dir"
+    with run.lock(), pytest.raises(ConfigurationError, match=refusal):
+        run.lock().__enter__()
+    with run.lock():
+        assert (run.path / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_the_lock_dies_with_its_process_even_when_a_forked_worker_lives_on(tmp_path: Path) -> None:
+    ready_out, ready_in = os.pipe()
+    child = os.fork()
+    if child == 0:
+        RunLock(tmp_path).__enter__()
+        worker = os.fork()
+        if worker == 0:
+            signal.alarm(20)
+            signal.pause()
+        os.write(ready_in, str(worker).encode())
+        signal.pause()
+    worker = int(os.read(ready_out, 20))
+    try:
+        with pytest.raises(ConfigurationError, match=f"in use by process {child} on"):
+            RunLock(tmp_path).__enter__()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.kill(worker, 0)
+        with RunLock(tmp_path):
+            assert f"process {os.getpid()}" in (tmp_path / "run.lock").read_text()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_an_error_inside_frees_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"file/run cannot be written: Not a directory"):
+        RunLock(tmp_path / "file" / "run").__enter__()

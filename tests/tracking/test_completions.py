@@ -1,0 +1,47 @@
+"""Completions on disk: everything needed to see what was rewarded, and with what."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from qarl.records import Completion, Group, GroupRewards, Prompt
+from qarl.roles import StepReport
+from qarl.tracking.completions import Completions
+
+
+def one_step(step: int) -> StepReport:
+    completion = Completion(
+        torch.tensor([5, 2]), torch.tensor([-0.5, -0.25]), torch.tensor([step, step]), "stop", "sieben ✓"
+    )
+    cut = Completion(torch.tensor([9]), torch.tensor([-1.0]), torch.tensor([step]), "length", "se")
+    group = Group(Prompt("sums/3", (1, 4), "3 + 4?", {"answer": "7"}), (completion, cut))
+    rewards = GroupRewards(torch.tensor([1.5, math.nan]), {"answer": torch.tensor([1.0, math.nan])})
+    return StepReport(step, [group], [rewards], {})
+
+
+def test_a_line_holds_the_text_the_tokens_and_the_rewards(tmp_path: Path) -> None:
+    Completions(tmp_path / "completions", first_step=0).step(one_step(4))
+    lines = (tmp_path / "completions" / "step-4.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[0]) == {
+        "prompt_id": "sums/3",
+        "prompt": "3 + 4?",
+        "completion": "sieben ✓",
+        "reward": 1.5,
+        "terms": {"answer": 1.0},
+        "finish_reason": "stop",
+        "token_ids": [5, 2],
+        "engine_logprobs": [-0.5, -0.25],
+        "versions": [4, 4],
+    }
+    second = json.loads(lines[1])
+    assert (second["reward"], second["terms"], second["finish_reason"]) == (None, {"answer": None}, "length")
+
+
+def test_a_resumed_run_removes_the_files_of_steps_to_come(tmp_path: Path) -> None:
+    first = Completions(tmp_path, first_step=0)
+    for step in (1, 2, 10):
+        first.step(one_step(step))
+    Completions(tmp_path, first_step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.jsonl"]

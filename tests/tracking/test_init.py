@@ -1,0 +1,57 @@
+"""The fan-out: what one tracker does wrong must reach neither the run nor the other trackers."""
+
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from qarl.roles import StepReport
+from qarl.tracking import Trackers
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def step(self, report: StepReport) -> None:
+        self.seen.append(f"step {report.step}")
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.seen.append(f"evaluation {step}")
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+
+class Failing(Recorder):
+    def step(self, report: StepReport) -> None:
+        super().step(report)
+        raise OSError("disk full")
+
+
+def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    failing, healthy = Failing(), Recorder()
+    trackers = Trackers([failing, healthy])
+    with caplog.at_level(logging.ERROR, logger="qarl"):
+        for step in range(3):
+            trackers.step(StepReport(step, [], [], {}))
+    trackers.close()
+    assert failing.seen == ["step 0"]
+    assert healthy.seen == ["step 0", "step 1", "step 2", "close"]
+    assert trackers.failures == 1
+    assert [record.getMessage() for record in caplog.records] == ["Failing failed and is off for the rest of this run"]
+
+
+def test_an_interruption_is_not_a_tracker_s_failure() -> None:
+    class Interrupting(Recorder):
+        def step(self, report: StepReport) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Trackers([Interrupting()]).step(StepReport(0, [], [], {}))
+
+
+def test_evaluations_reach_every_tracker() -> None:
+    first, second = Recorder(), Recorder()
+    Trackers([first, second]).evaluation(5, {})
+    assert first.seen == second.seen == ["evaluation 5"]
