@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.build import build
+from qarl.build import build, eval_set
 from qarl.checkpoint import newest_checkpoint
 from qarl.errors import ConfigurationError
 from qarl.evaluate import evaluate
 from qarl.explain import did_you_mean
 from qarl.metrics import values
-from qarl.prompts import SOURCES
+from qarl.prompts import SOURCES, File
 from qarl.prompts.files import FileRows
 from qarl.recipe import Override, Recipe, parse_overrides, parse_recipe
 from qarl.rollout.native import Progress
@@ -38,14 +38,21 @@ def assess(
     for a run may be left out. Overrides are those of a recipe. A file's questions are all asked by default.
     """
     recipe = assessment_recipe(model, prompts, samples, count, temperature, parse_overrides(overrides))
-    system = build(recipe, progress)
+    assert recipe.eval is not None
+    if prompts is not None and recipe.prompts.type == "file":
+        # All rows of a file that is named for this purpose are asked; to a source they are its training rows.
+        system = build(recipe.model_copy(update={"eval": None}), progress)
+        questions = eval_set(recipe.eval, system.cast.prompts.take(0, recipe.eval.count), system.plan.sampling)
+    else:
+        system = build(recipe, progress)
+        assert system.questions is not None
+        questions = system.questions
     learner, engine = system.cast.learner, system.cast.engine
     checkpoint = newest_checkpoint(RunFolder(Path(model)).checkpoints)
     if checkpoint is not None:
         learner.restore(checkpoint.folder)
     engine.load(learner.publish())
-    assert system.questions is not None
-    measured = evaluate(engine, system.cast.reward, system.questions, seed=(recipe.seed, EVALUATION_STEP))
+    measured = evaluate(engine, system.cast.reward, questions, seed=(recipe.seed, EVALUATION_STEP))
     return {
         "model": model,
         "scheme": recipe.scheme,
@@ -77,22 +84,21 @@ def assessment_recipe(
         table["rewards"] = [{"type": scorer}]
     name = Path(table["prompts"].get("path", table["prompts"]["type"])).stem
     if count is None:
-        count = _rows_of_file(table["prompts"]) or DEFAULT_COUNT
+        count = DEFAULT_COUNT if prompts is None or prompts in SOURCES else num_rows(table["prompts"])
     table["eval"] = {"name": name, "count": count, "samples": samples, "temperature": temperature}
     return parse_recipe(table, f"qarl eval {model}", overrides)
 
 
 def questions_table(prompts: str) -> dict[str, Any]:
-    """`--prompts` as the recipe's table: the name of a source, or a file whose rows are all held out."""
+    """`--prompts` as the recipe's table: the name of a source, or a file."""
     if prompts in SOURCES:
         return {"type": prompts}
     if Path(prompts).suffix:
-        return {"type": "file", "path": prompts, "eval_path": prompts}
+        return {"type": "file", "path": prompts}
     raise ConfigurationError(f"--prompts {prompts}: no file and no source; {did_you_mean(prompts, list(SOURCES))}")
 
 
-def _rows_of_file(prompts: dict[str, Any]) -> int | None:
-    path = prompts.get("eval_path")
-    if path is None:
-        return None
-    return len(FileRows(Path(path), prompts.get("prompt_column", "prompt"), prompts.get("answer_column")))
+def num_rows(table: dict[str, Any]) -> int:
+    """How many questions a file has."""
+    config = File.model_validate(table)
+    return len(FileRows(Path(config.path), config.prompt_column, config.answer_column))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
-from qarl.learner.learner import Learner
+from qarl.learner.learner import LocalLearner
 from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
@@ -14,7 +17,7 @@ from qarl.models.names import LoadedModel, load_model
 from qarl.prompts import Renderer, SplitSource
 from qarl.quant import Plan as SchemePlan
 from qarl.quant import plan_schemes, scheme_named
-from qarl.recipe import Recipe
+from qarl.recipe import EvalConfig, Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
@@ -40,36 +43,53 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
-    plan = Plan(
-        seed=recipe.seed,
-        steps=recipe.steps,
-        prompts_per_step=recipe.prompts_per_step,
-        group_size=recipe.group_size,
-        sampling=Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops),
-    )
+    sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(recipe, model)
     engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
-    learner = Learner(recipe, model, schemes)
+    learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards, recipe.max_reward_error_share)
     first = source.take(0, recipe.prompts_per_step)[0]
     return System(
         cast=Cast(source, engine, scorer, recipe.advantage, learner),
-        plan=plan,
-        questions=_questions(recipe, source, stops),
+        plan=Plan(recipe.seed, recipe.steps, recipe.prompts_per_step, recipe.group_size, sampling),
+        questions=_held_out(recipe, source, sampling),
         account=describe(recipe, model, schemes, renderer, first),
+    )
+
+
+def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
+    """A learner whose masters are the model's tensors."""
+    with torch.device("meta"):
+        decoder = Decoder(model.config, model.sampleable)
+    decoder.assign(model.tensors, requires_grad=True)
+    return LocalLearner(
+        recipe.learner,
+        decoder,
+        recipe.objective,
+        schemes.quantized,
+        recipe.alignment,
+        recipe.sampling.temperature,
+        recipe.sampling.max_new_tokens,
+        recipe.steps,
+        model.tokenizer,
     )
 
 
 def scheme_plan(recipe: Recipe, model: LoadedModel) -> SchemePlan:
     """Which matrix of the model gets which scheme."""
-    matrices = Decoder(model.config, model.sampleable).matrices()
+    with torch.device("meta"):
+        matrices = Decoder(model.config, model.sampleable).matrices()
     return plan_schemes(matrices, scheme_named(recipe.scheme), recipe.quant)
 
 
 def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: Renderer, first: Prompt) -> str:
     """What a recipe resolved to, for people."""
     parameters = sum(tensor.numel() for tensor in model.tensors.values())
-    level = "exact (engine and learner share every operation)" if recipe.alignment == "auto" else "none (as asked)"
+    level = (
+        "exact, engine and learner share every operation"
+        if recipe.alignment == "auto"
+        else "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
+    )
     return "\n".join(
         [
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
@@ -83,12 +103,16 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: 
     )
 
 
-def _questions(recipe: Recipe, source: SplitSource, stops: tuple[int, ...]) -> EvalSet | None:
+def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) -> EvalSet:
+    """These questions, asked as the configuration says and otherwise as in training (`sampling`)."""
+    sampling = replace(sampling, temperature=config.temperature)
+    return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term)
+
+
+def _held_out(recipe: Recipe, source: SplitSource, sampling: Sampling) -> EvalSet | None:
     if recipe.eval is None:
         return None
-    sampling = Sampling(recipe.eval.temperature, recipe.sampling.max_new_tokens, stops)
-    prompts = source.held_out(recipe.eval.count)
-    return EvalSet(recipe.eval.name, prompts, recipe.eval.samples, sampling, recipe.eval.correct_term)
+    return eval_set(recipe.eval, source.held_out(recipe.eval.count), sampling)
 
 
 def _check_context(recipe: Recipe, model: ModelConfig) -> None:

@@ -21,6 +21,7 @@ app = App(
     version=__version__,
     help="Reinforcement learning of language models with low-bit rollouts, trained exactly as served.",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # `main` says what was saved
 )
 bench = App(name="bench", help="Measure speed on this machine.")
 app.command(bench)
@@ -37,6 +38,9 @@ Overrides = Annotated[
 ]
 Scheme = Annotated[str, Parameter(help="Quantization scheme: none, w8a8-int8, ... (`qarl doctor` lists them).")]
 Model = Annotated[str, Parameter(help="A folder, a run, a hub id, or a known name (tiny, smollm2-135m).")]
+Alignment = Annotated[
+    Literal["auto", "none"], Parameter(help="auto: the learner computes as the engine does; none: in full precision.")
+]
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Batch = Annotated[Count, Parameter(help="Sequences at a time.")]
 PromptLength = Annotated[Count, Parameter(help="Tokens of every prompt.")]
@@ -56,23 +60,23 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe."""
-    from qarl.build import build
-    from qarl.recipe import load_recipe, to_toml
-    from qarl.run import describe, open_run
-    from qarl.run import train as run_to_the_end
+    from qarl.recipe import load_recipe
 
     resolved = load_recipe(recipe, overrides)
-    start = open_run(resolved, recipe.stem, run_dir, resume)
-    system = build(resolved)
+
+    from qarl import run
+    from qarl.build import build
+    from qarl.tracking.console import Console
+
+    start = run.open_run(resolved, recipe.stem, run_dir, resume)
+    console = Console(sys.stderr if as_json else sys.stdout, start.step, resolved.steps)
+    system = build(resolved, console.rolling_out)
     if dry_run:
-        _progress(to_toml(resolved))
-        _progress(system.account)
-        todo = f"would run steps {start.step + 1} to {resolved.steps} in {start.folder.path}; nothing was trained"
-        plan = {"run_dir": str(start.folder.path), "first_step": start.step, "steps": resolved.steps}
-        _answer({"dry_run": True, **plan, "recipe": resolved.model_dump(mode="json")}, as_json, todo)
-        return
-    summary = run_to_the_end(resolved, system, start, sys.stderr)
-    _answer(summary, as_json, describe(summary))
+        result = run.dry_run(resolved, system, start, console)
+    else:
+        result = run.train(resolved, system, start, console)
+    if as_json:
+        _answer(result, as_json)
 
 
 @app.command(name="eval")
@@ -101,14 +105,16 @@ def align(
     *,
     scheme: Scheme,
     engine: Annotated[Literal["native"], Parameter(help="The engine to compare the learner with.")] = "native",
-    tokens: Annotated[Count, Parameter(help="About how many tokens to compare.")] = 512,
-    kv: Annotated[Literal["fp32"], Parameter(help="Number format of cached keys and values.")] = "fp32",
+    tokens: Annotated[Count, Parameter(help="How many sampled tokens to compare, at least.")] = 2000,
+    kv: Annotated[str, Parameter(help="Number format of cached keys and values (`engine.kv_cache`).")] = "fp32",
+    alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure how far engine and learner disagree."""
     from qarl.align import align as measure
 
-    _answer(measure(model, scheme, engine, tokens, kv), as_json)
+    assert engine == "native", "the only engine so far"
+    _answer(measure(model, scheme, tokens, kv, alignment), as_json)
 
 
 @bench.command(name="rollout")
@@ -149,14 +155,18 @@ def bench_step(
     model: Model = "smollm2-135m",
     scheme: Scheme = "w8a8-int8",
     batch: Batch = 64,
-    prompt_len: PromptLength = 32,
+    group_size: Annotated[Count, Parameter(help="Completions of every prompt.")] = 8,
+    prompt_len: Annotated[
+        Count | None, Parameter(help="Random prompts of this many tokens, and no early stop; by default, sums.")
+    ] = None,
     new_tokens: NewTokens = 20,
+    alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
     """Seconds of a whole training step."""
     from qarl.bench import step
 
-    _answer(step(model, scheme, batch, prompt_len, new_tokens), as_json)
+    _answer(step(model, scheme, batch, group_size, prompt_len, new_tokens, alignment), as_json)
 
 
 @bench.command(name="kernels")
@@ -183,10 +193,10 @@ def doctor(*, as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:]))
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; the reason of a failure is the last line on stderr.
 
     What is neither a fault of the configuration nor of the run is ours, and keeps its traceback.
@@ -213,12 +223,12 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _answer(result: Mapping[str, Any], as_json: bool, text: str | None = None) -> None:
+def _answer(result: Mapping[str, Any], as_json: bool) -> None:
     """The result on standard output, as one JSON line or for people."""
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        print("\n".join(_lines(result)) if text is None else text, flush=True)
+        print("\n".join(_lines(result)), flush=True)
 
 
 def _lines(result: Mapping[str, Any], indent: str = "") -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from qarl import __version__
-from qarl.errors import RunError
 from qarl.ops import library
 from qarl.ops.kernels import int8_is_exact, kernels
 from qarl.ops.operand import is_integer
@@ -74,14 +73,13 @@ def examine() -> dict[str, Any]:
 
 def scheme_kernels() -> dict[str, Kernel]:
     """How each scheme would be computed here."""
-    try:
-        compiled = kernels().exact_matmul
-    except RunError as error:
-        return {name: Kernel("absent", str(error)) for name in SCHEMES}
+    compiled = kernels().exact_matmul
     return {name: _kernel_of(scheme, compiled) for name, scheme in SCHEMES.items()}
 
 
 def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
+    if is_integer(scheme) and not int8_is_exact():
+        return Kernel("absent", "torch's integer GEMM is not exact on this CPU")
     if is_integer(scheme):
         rows = "C row kernels" if compiled else "torch row operations (no C kernels)"
         return Kernel("real" if compiled else "emulated", f"exact integer GEMM of torch, {rows}")

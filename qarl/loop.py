@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from qarl.interrupts import Interrupts
 from qarl.metrics import Last, Metrics, values
 from qarl.readings import completion_metrics, num_tokens, reward_metrics
 from qarl.records import Group, GroupRewards, Sampling
-from qarl.roles import Advantage, Engine, Learner, PromptSource, Reward, StepReport
+from qarl.roles import Advantage, Engine, Learner, Observer, PromptSource, Reward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,33 +40,30 @@ def train(
     cast: Cast,
     plan: Plan,
     first_step: int,
-    before_step: Callable[[int], Metrics],
-    after_step: Sequence[Callable[[StepReport], None]],
+    observer: Observer,
     interrupts: Interrupts,
 ) -> None:
     """Run steps `first_step` to `plan.steps`; step k rolls out weight version k and publishes version k + 1.
 
-    `before_step(k)` may measure version k (held-out questions); its metrics are reported with step k. Signals
-    raise `Interrupted` only before the update: what a step trained is never lost or half done.
+    Signals raise `Interrupted` only before the update: what a step trained is never lost or half done.
     """
     for step in range(first_step, plan.steps):
         with interrupts.allowed():
-            measured = before_step(step)
+            measured = observer.before_step(step)
             clock = Stopwatch()
             with clock.lap("rollout"):
                 prompts = cast.prompts.take(step, plan.prompts_per_step)
                 groups = cast.engine.generate(prompts, plan.group_size, plan.sampling, seed=(plan.seed, step))
             with clock.lap("reward"):
                 rewards = cast.reward(groups)
+        observer.after_rollout(step, groups, rewards)
         advantages = cast.advantage([group.total for group in rewards])
         with clock.lap("learner"):
             learned = cast.learner.update(groups, advantages)
         with clock.lap("publish"):
             cast.engine.load(cast.learner.publish())
         readings = measured | _rollout_metrics(groups, rewards, clock) | cast.engine.metrics() | learned
-        report = StepReport(step, groups, rewards, values(readings | clock.metrics()))
-        for observe in after_step:
-            observe(report)
+        observer.after_step(step, values(readings | clock.metrics()))
 
 
 class Stopwatch:

@@ -237,14 +237,15 @@ def _toml_value(text: str) -> Any:
 
 def _owner(table: dict[str, Any], override: Override) -> dict[str, Any] | list[Any]:
     """The table or list that holds the override's last key; tables on the way are made."""
-    owner: Any = table
+    owner: dict[str, Any] | list[Any] = table
     for depth, name in enumerate(override.path[:-1], 1):
         if isinstance(owner, list):
-            owner = owner[_index(owner, name, override)]
+            inner = owner[_index(owner, name, override)]
         else:
-            owner = owner.setdefault(name, _default_choice(override.path[:depth]))
-        if not isinstance(owner, (dict, list)):
+            inner = owner.setdefault(name, _default_choice(override.path[:depth]))
+        if not isinstance(inner, (dict, list)):
             raise ConfigurationError(f"command line: {override.key}: {name} is a value and has no keys of its own")
+        owner = inner
     return owner
 
 

@@ -84,8 +84,9 @@ class LossInputs:
     Values under a False mask are finite but meaningless. `new` carries the gradient, `old` is the learner
     before the first update on this batch, `engine` what the sampler reported. `num_sequences` and
     `num_tokens` count the whole optimizer batch, so that splitting it cannot change the gradient;
-    `max_new_tokens` is the sampling limit (for constant normalization). `entropy_BT` and `reference_BT`
-    (log-probabilities of a frozen reference policy) are present only when the objective asks for them.
+    `max_new_tokens` is the sampling limit (for constant normalization). `entropy_BT` carries a
+    gradient, and `reference_BT` (log-probabilities of a frozen reference policy) is present, only when the
+    objective asks for them.
     `tokens_BT` int64 are the sampled tokens themselves.
     """
 

@@ -83,20 +83,28 @@ class Learner(Protocol):
     def restore(self, folder: Path) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepReport:
-    """One finished step. `step` counts from 0 and is also the version of the weights that made `groups`."""
+class Observer(Protocol):
+    """Follows a run step by step: measures, shows, stores. It may stop the run by raising, but never changes it."""
 
-    step: int
-    groups: Sequence[Group]
-    rewards: Sequence[GroupRewards]
-    metrics: Mapping[str, float]
+    def before_step(self, step: int) -> Metrics:
+        """What is to be measured of weight version `step` before it is used; reported with the step."""
+        ...
+
+    def after_rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        """The step's completions, before they are trained on."""
+        ...
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step is trained, published and served; `step` counts from 0."""
+        ...
 
 
 class Tracker(Protocol):
-    """Shows or stores what a run measured; must never influence it."""
+    """Shows or stores what a run measured; arguments as in `Observer`."""
 
-    def step(self, report: StepReport) -> None: ...
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Held-out figures of the weights after `step` finished steps."""

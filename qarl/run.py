@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from qarl import loop
 from qarl.build import System
@@ -18,11 +18,11 @@ from qarl.evaluate import evaluate
 from qarl.interrupts import Interrupted, Interrupts
 from qarl.metrics import Metrics, values
 from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 from qarl.runfolder import RunFolder
 from qarl.tracking import Trackers
 from qarl.tracking.completions import Completions
-from qarl.tracking.console import Console
+from qarl.tracking.console import Console, LogLines
 from qarl.tracking.jsonl import EVALUATIONS_FILE, METRICS_FILE, MetricsFiles, read_lines
 from qarl.tracking.picture import draw
 from qarl.tracking.tensorboard import TensorBoard
@@ -68,27 +68,28 @@ def open_run(recipe: Recipe, name: str, run_dir: Path | None, resume: str) -> St
     return Start(folder, newest_checkpoint(folder.checkpoints))
 
 
-def train(recipe: Recipe, system: System, start: Start, stream: TextIO) -> dict[str, Any]:
-    """Run to the last step and summarize; progress goes to `stream`.
+def train(recipe: Recipe, system: System, start: Start, console: Console) -> dict[str, Any]:
+    """Run to the last step and summarize, in words on the console too.
 
     On SIGINT or SIGTERM the last finished step is saved and `Interrupted` says how to go on.
     """
     started = time.perf_counter()
     folder = start.folder
-    with folder.lock(), _logging(folder.log, stream), Interrupts(log.warning) as interrupts:
+    with folder.lock(), _logging(folder.log, console), Interrupts(log.warning) as interrupts:
         write_atomically(folder.recipe, to_toml(recipe))
         log.info("run folder %s", folder.path)
         log.info("%s", system.account)
         store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last)
-        state = _State(recipe, system, store, start.step)
-        state.restore(start.checkpoint)
-        trackers = _trackers(folder, start.step, recipe.steps, stream)
+        trackers = _trackers(folder, start.step, console)
+        run = _Run(recipe, system, store, trackers, start.step)
         try:
-            _train(recipe, system, state, trackers, interrupts)
+            run.restore(start.checkpoint)
+            loop.train(system.cast, system.plan, run.done, run, interrupts)
+            run.finish(interrupts)
         except Interrupted:
-            state.save()
+            run.save()
             raise Interrupted(
-                f"interrupted after {state.done} of {recipe.steps} steps, which are saved; "
+                f"interrupted after {run.done} of {recipe.steps} steps, which are saved; "
                 f"go on with the same recipe and --resume {folder.path}"
             ) from None
         except RunError as error:
@@ -104,6 +105,20 @@ def train(recipe: Recipe, system: System, start: Start, stream: TextIO) -> dict[
         }
         log.info("%s", describe(summary))
     return summary
+
+
+def dry_run(recipe: Recipe, system: System, start: Start, console: Console) -> dict[str, Any]:
+    """Say what `train` would do; writes nothing."""
+    console.say(to_toml(recipe))
+    console.say(system.account)
+    todo = (
+        f"would run steps {start.step + 1} to {recipe.steps}"
+        if start.step < recipe.steps
+        else "has no step left to run"
+    )
+    console.say(f"{todo} in {start.folder.path}; nothing was trained")
+    plan = {"run_dir": str(start.folder.path), "first_step": start.step, "steps": recipe.steps}
+    return {"dry_run": True, **plan, "recipe": recipe.model_dump(mode="json")}
 
 
 def summarize(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -143,67 +158,75 @@ def describe(summary: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"run folder: {summary['run_dir']}", f"picture: {summary['picture']}"])
 
 
-class _State:
-    """How far the run is, and whether that is on disk."""
+class _Run:
+    """Follows the loop: measures, tracks and saves; knows how far the run is and whether that is on disk."""
 
-    def __init__(self, recipe: Recipe, system: System, store: CheckpointStore, done: int) -> None:
+    def __init__(
+        self, recipe: Recipe, system: System, store: CheckpointStore, trackers: Trackers, first_step: int
+    ) -> None:
+        self.done = first_step
         self._recipe = recipe
-        self._learner = system.cast.learner
-        self._engine = system.cast.engine
+        self._cast = system.cast
+        self._questions = system.questions
         self._store = store
-        self.done = done
+        self._trackers = trackers
         self._saved: int | None = None
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
         if checkpoint is not None:
-            self._learner.restore(checkpoint.folder)
+            self._cast.learner.restore(checkpoint.folder)
             self._saved = checkpoint.step
             log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
-        self._engine.load(self._learner.publish())
+        self._cast.engine.load(self._cast.learner.publish())
 
-    def finish_step(self, report: StepReport) -> None:
-        self.done = report.step + 1
+    def before_step(self, step: int) -> Metrics:
+        every = self._recipe.eval.every if self._recipe.eval is not None else 0
+        return self._measure(step) if step == 0 or (every and step % every == 0) else {}
+
+    def after_rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        for line in (line for group in rewards for line in group.errors):
+            log.warning("step %d: %s", step + 1, line)
+        self._trackers.rollout(step, groups, rewards)
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackers.step(step, metrics)
+        self.done = step + 1
         if self.done % self._recipe.checkpoint.every == 0:
             self.save()
+
+    def finish(self, interrupts: Interrupts) -> None:
+        """Save, then measure the final weights."""
+        self.save()
+        with interrupts.allowed():
+            self._measure(self._recipe.steps)
 
     def save(self) -> None:
         """Store the state after the last finished step, unless it is stored already."""
         if self._saved != self.done:
-            checkpoint = self._store.save(self.done, self._learner.save, {"version": self._learner.version})
+            learner = self._cast.learner
+            checkpoint = self._store.save(self.done, learner.save, {"version": learner.version})
             self._saved = self.done
             log.info("saved %s", checkpoint.folder)
 
-
-def _train(recipe: Recipe, system: System, state: _State, trackers: Trackers, interrupts: Interrupts) -> None:
-    questions, cast = system.questions, system.cast
-
-    def measure(step: int) -> Metrics:
-        assert questions is not None
-        metrics = evaluate(cast.engine, cast.reward, questions, seed=(recipe.seed, EVALUATION_STEP))
-        trackers.evaluation(step, values(metrics))
+    def _measure(self, step: int) -> Metrics:
+        """Held-out figures of the weights after `step` steps; none without held-out questions."""
+        if self._questions is None:
+            return {}
+        seed = (self._recipe.seed, EVALUATION_STEP)
+        metrics = evaluate(self._cast.engine, self._cast.reward, self._questions, seed)
+        self._trackers.evaluation(step, values(metrics))
         return metrics
 
-    def measure_if_due(step: int) -> Metrics:
-        due = questions is not None and (
-            step % recipe.eval.every == 0 if recipe.eval and recipe.eval.every else not step
-        )
-        return measure(step) if due else {}
 
-    loop.train(cast, system.plan, state.done, measure_if_due, [trackers.step, state.finish_step], interrupts)
-    state.save()
-    if questions is not None:
-        with interrupts.allowed():
-            measure(recipe.steps)
-
-
-def _trackers(folder: RunFolder, first_step: int, steps: int, stream: TextIO) -> Trackers:
+def _trackers(folder: RunFolder, first_step: int, console: Console) -> Trackers:
+    console.open()
     return Trackers(
         [
             MetricsFiles(folder.path, first_step),
             Completions(folder.completions, first_step),
             TensorBoard(folder.events, first_step),
-            Console(stream, first_step, steps),
+            console,
         ]
     )
 
@@ -236,12 +259,11 @@ def _check_same_recipe(recipe: Recipe, folder: RunFolder) -> None:
 
 
 @contextmanager
-def _logging(path: Path, stream: TextIO) -> Iterator[None]:
-    """The run's own log goes to `run.log` with times and to `stream` without, for as long as the run lasts."""
+def _logging(path: Path, console: Console) -> Iterator[None]:
+    """The run's own log goes to `run.log` with times and to the console without, for as long as the run lasts."""
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    to_stream = logging.StreamHandler(stream)
-    handlers = (to_file, to_stream)
+    handlers = (to_file, LogLines(console))
     level = log.level
     log.setLevel(logging.INFO)
     for handler in handlers:

@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line refusals, and JSON as the last line."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.cli import run
+from qarl.cli import run_command as run
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "recipes" / "smoke.toml")
@@ -72,6 +73,23 @@ def test_a_dry_run_shows_the_recipe_and_trains_nothing(capsys: pytest.CaptureFix
     assert "steps = 3" in said.err
     assert "What is" in said.err  # the rendered first prompt
     assert not folder.exists()
+
+
+def test_a_signal_ends_a_run_with_130_after_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", SMOKE, "--run-dir", str(folder), "--steps=100000", "--checkpoint.every=100000"]
+    command = [sys.executable, "-c", "from qarl.cli import main; main()", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"--resume {folder}" in error.splitlines()[-1]
+    latest = (folder / "checkpoints" / "latest").read_text().strip()
+    assert int(latest.removeprefix("step-")) >= 2
 
 
 def test_train_then_eval_then_train_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

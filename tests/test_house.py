@@ -21,7 +21,7 @@ MODULES = [file for file in FILES if file.name != "__init__.py"]
 
 GROUND = "records errors metrics config roles"
 ROOMS = "prompts rollout rewards advantages objectives learner optim sync quant ops models tracking"
-RUN = "checkpoint explain interrupts loop evaluate readings recipe runfolder"
+RUN = "build checkpoint evaluate explain interrupts loop readings recipe run runfolder"
 
 MAY_IMPORT = {
     room: frozenset(allowed.split())
@@ -32,20 +32,20 @@ MAY_IMPORT = {
         "metrics": "",
         "config": "",
         "roles": "records metrics",
-        # Rooms: no doors to each other, but for the shared cellar (quant, ops, models, sync) and the learner's parts.
+        # Rooms: no doors to each other, but for the cellar below engine and learner, and the learner's own parts.
         "quant": GROUND,
         "ops": GROUND + " quant",
         "models": GROUND + " ops quant",
         "sync": GROUND + " models ops quant",
-        "rollout": GROUND + " models ops quant",
-        "learner": GROUND + " models ops quant sync objectives optim",
+        "rollout": GROUND + " models ops quant sync",
         "optim": GROUND,
         "objectives": GROUND,
+        "learner": GROUND + " models ops quant sync objectives optim checkpoint",
         "advantages": GROUND,
         "prompts": GROUND,
         "rewards": GROUND,
         "tracking": GROUND,
-        # A run: what happens in it, what it leaves on disk, what it is configured by.
+        # Parts of a run: what happens in it, what it leaves on disk, what it is configured by.
         "interrupts": "",
         "readings": GROUND,
         "explain": GROUND,
@@ -54,9 +54,14 @@ MAY_IMPORT = {
         "loop": GROUND + " interrupts readings",
         "evaluate": GROUND + " readings",
         "recipe": GROUND + " explain " + ROOMS,
-        # Front door: `build` alone wires, `cli` alone is called.
-        "build": GROUND + " " + ROOMS + " " + RUN,
-        "cli": GROUND + " build " + RUN,
+        # Front door: `build` wires, the commands use what it built, `cli` is called.
+        "build": GROUND + " evaluate loop recipe " + ROOMS,
+        "run": GROUND + " build checkpoint evaluate interrupts loop recipe runfolder tracking",
+        "assess": GROUND + " prompts rollout " + RUN,
+        "align": GROUND + " " + ROOMS + " " + RUN,
+        "bench": GROUND + " " + ROOMS + " " + RUN,
+        "doctor": GROUND + " ops quant",
+        "cli": GROUND + " align assess bench doctor tracking " + RUN,
     }.items()
 }
 

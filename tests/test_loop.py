@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from qarl.interrupts import Interrupted, Interrupts
 from qarl.loop import Cast, Plan, Stopwatch, train
 from qarl.metrics import Last, Mean, Metrics
 from qarl.records import Advantages, Completion, Group, GroupRewards, Prompt, Sampling, Snapshot
-from qarl.roles import StepReport
 
 PLAN = Plan(seed=7, steps=3, prompts_per_step=2, group_size=2, sampling=Sampling(max_new_tokens=4))
 
@@ -123,33 +122,53 @@ def cast_of_fakes() -> tuple[Cast, Log]:
     return Cast(FakePrompts(log), FakeEngine(log), FakeReward(log), FakeAdvantage(log), FakeLearner(log)), log
 
 
-def run(
-    cast: Cast, first_step: int = 0, plan: Plan = PLAN, before_step: object = None, interrupts: Interrupts | None = None
-) -> list[StepReport]:
-    reports: list[StepReport] = []
-    with interrupts or Interrupts() as active:
-        train(cast, plan, first_step, before_step or (lambda step: {}), [reports.append], active)
-    return reports
+@dataclass
+class Notes:
+    """An observer that writes down what it is told."""
+
+    log: Log | None = None
+    steps: list[int] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+
+    def before_step(self, step: int) -> Metrics:
+        return {"eval/held_out/pass@1": Last(float(step))}
+
+    def after_rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        assert len(groups) == len(rewards)
+        if self.log is not None:
+            self.log.calls.append(f"rolled out {step}")
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        self.metrics.append(metrics)
+
+
+def run(cast: Cast, first_step: int = 0, plan: Plan = PLAN, log: Log | None = None) -> Notes:
+    notes = Notes(log)
+    with Interrupts() as interrupts:
+        train(cast, plan, first_step, notes, interrupts)
+    return notes
 
 
 def test_a_step_asks_every_role_in_order_and_serves_the_new_version_next() -> None:
     cast, log = cast_of_fakes()
-    run(cast, plan=Plan(7, 2, 2, 2, Sampling()))
-    first = ["take 0 2", "generate v0 seed (7, 0)", "reward", "advantage", "update", "publish", "load v1"]
-    second = ["take 1 2", "generate v1 seed (7, 1)", "reward", "advantage", "update", "publish", "load v2"]
+    run(cast, plan=Plan(7, 2, 2, 2, Sampling()), log=log)
+    trained = ["advantage", "update", "publish"]
+    first = ["take 0 2", "generate v0 seed (7, 0)", "reward", "rolled out 0", *trained, "load v1"]
+    second = ["take 1 2", "generate v1 seed (7, 1)", "reward", "rolled out 1", *trained, "load v2"]
     assert log.calls == first + second
 
 
 def test_reports_carry_every_room_s_metrics_and_the_times_of_the_parts() -> None:
     cast, _ = cast_of_fakes()
-    reports = run(cast, before_step=lambda step: {"eval/held_out/pass@1": Last(float(step))})
-    assert [report.step for report in reports] == [0, 1, 2]
-    metrics = reports[1].metrics
+    notes = run(cast)
+    assert notes.steps == [0, 1, 2]
+    metrics = notes.metrics[1]
     assert metrics["reward/mean"] == 0.5
     assert metrics["completion/length_mean"] == 3.0
     assert metrics["perf/bubble"] == 0.25
     assert metrics["eval/held_out/pass@1"] == 1.0
-    assert reports[2].metrics["objective/loss"] == cast.learner.state
+    assert notes.metrics[2]["objective/loss"] == cast.learner.state
     parts = [metrics[f"time/{part}"] for part in ("rollout", "reward", "learner", "publish")]
     assert 0.0 < sum(parts) <= metrics["time/step"]
     assert metrics["perf/rollout_tokens_per_s"] == pytest.approx(12 / metrics["time/rollout"])
@@ -157,15 +176,15 @@ def test_reports_carry_every_room_s_metrics_and_the_times_of_the_parts() -> None
 
 def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     unbroken, _ = cast_of_fakes()
-    whole = [report.metrics["objective/loss"] for report in run(unbroken)]
+    whole = [metrics["objective/loss"] for metrics in run(unbroken).metrics]
 
     stopped, _ = cast_of_fakes()
-    first = [report.metrics["objective/loss"] for report in run(stopped, plan=Plan(7, 1, 2, 2, PLAN.sampling))]
+    first = [metrics["objective/loss"] for metrics in run(stopped, plan=Plan(7, 1, 2, 2, PLAN.sampling)).metrics]
     stopped.learner.save(tmp_path)
     resumed, _ = cast_of_fakes()
     resumed.learner.restore(tmp_path)
     resumed.engine.load(resumed.learner.publish())
-    rest = [report.metrics["objective/loss"] for report in run(resumed, first_step=resumed.learner.version)]
+    rest = [metrics["objective/loss"] for metrics in run(resumed, first_step=resumed.learner.version).metrics]
 
     assert first + rest == whole
     assert len(set(whole)) == 3
@@ -174,9 +193,9 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
 def test_rewards_that_could_not_be_computed_reach_the_learner_as_nan_and_no_mean() -> None:
     cast, _ = cast_of_fakes()
     cast.reward.totals = (1.0, math.nan)
-    report = run(cast)[0]
-    assert report.metrics["reward/mean"] == 1.0
-    assert report.metrics["reward/errors"] == 2.0
+    metrics = run(cast).metrics[0]
+    assert metrics["reward/mean"] == 1.0
+    assert metrics["reward/errors"] == 2.0
     assert cast.learner.trained[0][0].isnan().tolist() == [False, True]
 
 
@@ -194,17 +213,17 @@ def test_a_signal_during_the_update_waits_until_the_step_is_published_and_report
     cast, log = cast_of_fakes()
     cast.learner.signal_during_update = signal.SIGTERM
     announced: list[str] = []
-    reports: list[StepReport] = []
+    notes = Notes()
     with Interrupts(announced.append) as interrupts, pytest.raises(Interrupted):
-        train(cast, PLAN, 0, lambda step: {}, [reports.append], interrupts)
+        train(cast, PLAN, 0, notes, interrupts)
     assert log.calls[-1] == "load v1"
-    assert [report.step for report in reports] == [0]
+    assert notes.steps == [0]
     assert len(announced) == 1
 
 
 def test_nothing_is_done_when_all_steps_are_done_already() -> None:
     cast, log = cast_of_fakes()
-    assert run(cast, first_step=3) == []
+    assert run(cast, first_step=3).steps == []
     assert log.calls == []
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ class MicroBatch:
 
 
 def shares_of(groups: Sequence[Group], advantages: Advantages) -> list[Share]:
-    """Groups without the completions whose advantage is NaN; a group that has none left disappears."""
+    """Groups without completions that are empty or have a NaN advantage; a group that has none left disappears."""
     shares = []
     for group, advantages_G in zip(groups, advantages, strict=True):
         if len(advantages_G) != len(group.completions):
@@ -69,7 +71,7 @@ def shares_of(groups: Sequence[Group], advantages: Advantages) -> list[Share]:
                 f"prompt {group.prompt.id}: {len(group.completions)} completions but {len(advantages_G)} advantages"
             )
         values = advantages_G.tolist()
-        kept = [Sample(c, a) for c, a in zip(group.completions, values, strict=True) if a == a]
+        kept = [Sample(c, a) for c, a in zip(group.completions, values, strict=True) if len(c) > 0 and not isnan(a)]
         if kept:
             shares.append(Share(group.prompt, tuple(kept)))
     return shares
@@ -78,7 +80,7 @@ def shares_of(groups: Sequence[Group], advantages: Advantages) -> list[Share]:
 def split_evenly(shares: Sequence[Share], parts: int) -> list[list[Share]]:
     """Consecutive runs of nearly equal length, one per optimizer step; empty runs are left out."""
     edges = [len(shares) * i // parts for i in range(parts + 1)]
-    return [list(shares[a:b]) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [list(shares[a:b]) for a, b in pairwise(edges) if b > a]
 
 
 def micro_batches(shares: Sequence[Share], budget_tokens: int) -> list[MicroBatch]:

@@ -29,4 +29,6 @@ class LearnerConfig(Config):
         3, ge=0, description="Consecutive updates with a non-finite loss or gradient before the run stops."
     )
     optimizer: OptimizerConfig = Field(default_factory=AdamW, description="The update rule.")
-    schedule: ScheduleConfig = Field(default_factory=Constant, description="Learning-rate factor as a function of the step.")
+    schedule: ScheduleConfig = Field(
+        default_factory=Constant, description="Learning-rate factor as a function of the step."
+    )

@@ -6,6 +6,7 @@ B completions, L longest completion, S scored tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class LocalLearner:
         self.skipped_in_a_row = 0
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
-        self._reference = frozen_copy(decoder, self._snapshot) if objective.needs_reference else None
+        self._reference = self._initial_policy() if objective.needs_reference else None
 
     def publish(self) -> Snapshot:
         """The current weights, quantized once: the learner's own forward uses the same."""
@@ -88,9 +89,7 @@ class LocalLearner:
             self._snapshot = self._requantize()
         self.version += 1
         # Requantizing made this snapshot before the batch counted as trained.
-        self._snapshot = Snapshot(
-            self.version, self._snapshot.tensors, self._snapshot.schemes, self._snapshot.checksum, self._snapshot.operands
-        )
+        self._snapshot = dataclasses.replace(self._snapshot, version=self.version)
         return merge(reports) | {"quant/codes_flipped": codes_flipped(published, self._snapshot)}
 
     def save(self, folder: Path) -> None:
@@ -115,9 +114,9 @@ class LocalLearner:
         self.version, self.skipped_in_a_row = state["version"], state["skipped_in_a_row"]
         self._snapshot = self._requantize()
 
-    def logprobs(self, micro: MicroBatch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of the scored tokens [S] under what this learner would train."""
-        return score(self.decoder, micro, self.temperature, self.config, with_entropy)
+    def logprobs(self, micro: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the scored tokens [S] under what this learner would train."""
+        return score(self.decoder, micro, self.temperature, self.config, entropy_gradient)
 
     def _requantize(self) -> Snapshot:
         """Quantize the masters for publishing, and multiply with the result (or, unaligned, with the masters)."""
@@ -127,6 +126,11 @@ class LocalLearner:
         else:
             self.decoder.serve(operands_of(self.decoder, snapshot))
         return snapshot
+
+    def _initial_policy(self) -> Decoder:
+        """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters."""
+        aligned = self.alignment != "none"
+        return frozen_copy(self.decoder, self._snapshot if aligned else take_snapshot(self.decoder, {}, self.version))
 
     def _check_versions(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -173,12 +177,12 @@ class LocalLearner:
                 num_sequences=num_sequences,
                 num_tokens=num_tokens,
                 max_new_tokens=self.max_new_tokens,
-                entropy_BT=None if entropy_S is None else micro.frame(entropy_S),
+                entropy_BT=micro.frame(entropy_S),
                 reference_BT=self._reference_logprobs(micro),
                 tokens_BT=micro.tokens_BL,
             )
         )
-        report.loss.backward()  # type: ignore[no-untyped-call]
+        report.loss.backward()
         if not is_first and self.alignment != "none":
             return report.metrics  # the weights have moved since the rollout: this is no mismatch
         learner = new_S.detach() if self.alignment != "none" else old_BL[micro.mask_BL]
@@ -188,7 +192,7 @@ class LocalLearner:
         if self._reference is None:
             return None
         with torch.no_grad():
-            return micro.frame(score(self._reference, micro, self.temperature, self.config, False)[0])
+            return micro.frame(score(self._reference, micro, self.temperature, self.config)[0])
 
     def _step(self) -> Metrics:
         """Clip and step, unless the gradient is not finite: then skip, and stop the run after too many."""
@@ -217,14 +221,14 @@ class LocalLearner:
 
 
 def score(
-    decoder: Decoder, micro: MicroBatch, temperature: float, config: LearnerConfig, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities, and entropies if asked, of a micro-batch's scored tokens [S] under the served weights."""
+    decoder: Decoder, micro: MicroBatch, temperature: float, config: LearnerConfig, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a micro-batch's scored tokens [S] under the served weights."""
     recompute = config.activation_checkpointing and torch.is_grad_enabled()
     hidden = decoder.hidden(micro.token_ids_T, micro.positions_T, micro.spans, micro.longest, recompute)
     scored = hidden[micro.scored_rows_S]
     return token_logprobs(
-        decoder.head(), scored, micro.targets_S, temperature, config.head_chunk_tokens, with_entropy
+        decoder.head(), scored, micro.targets_S, temperature, config.head_chunk_tokens, entropy_gradient
     )
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.models.config import ModelConfig, rope_tables
-from qarl.ops.attention import Rotation, attention, split_rotate
+from qarl.ops.attention import Rotation, Store, attention, split_rotate, split_rotate_into
 from qarl.ops.head import Head, logits
-from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm, Projection
 from qarl.ops.operand import Operand, operand_of
 from qarl.ops.reference import Spans
@@ -94,27 +93,17 @@ class Layer(nn.Module):
     def projections(self) -> list[Projection]:
         return [self.self_attn.qkv, self.self_attn.output, self.mlp.gate_up, self.mlp.down]
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans) -> Tensor:
-        """Keys and values are this forward's own, in the order of its tokens."""
-        qkv = self.self_attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
-        q, keys, values = split_rotate(qkv, positions_T, rotation, self.self_attn.gains())
-        return self._after_attention(attention(q, keys, values, spans), x_TD)
-
-    def cached(
-        self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, cache: Cache, index: int
+    def forward(
+        self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, store: Store | None = None
     ) -> Tensor:
-        """The same layer over an engine's cache, without gradient."""
-        qkv = self.self_attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
-        keys, values = cache.keys[index], cache.values[index]
-        tables = (rotation.cosines, rotation.sines)
-        gains = self.self_attn.gains()
-        q = kernels().split_rotate(
-            qkv, positions_T, cache.slots_T, *tables, gains, rotation.eps, rotation.heads, keys, values
-        )
-        return self._after_attention(attention(q, keys, values, spans), x_TD)
-
-    def _after_attention(self, mixed_THC: Tensor, x_TD: Tensor) -> Tensor:
-        x_TD = self.self_attn.output(mixed_THC.flatten(1), residual=x_TD)
+        """One layer of T tokens; keys and values are this forward's own, or those of an engine's store."""
+        attn = self.self_attn
+        qkv = attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
+        if store is None:
+            q, keys, values = split_rotate(qkv, positions_T, rotation, attn.gains())
+        else:
+            q, keys, values = split_rotate_into(store, qkv, positions_T, rotation, attn.gains())
+        x_TD = attn.output(attention(q, keys, values, spans).flatten(1), residual=x_TD)
         gate_up = self.mlp.gate_up.of_norm(x_TD, self.post_attention_layernorm.as_operand())
         return self.mlp.down.of_gated(gate_up, residual=x_TD)
 
@@ -149,7 +138,7 @@ class Decoder(nn.Module):
     def layers(self) -> list[Layer]:
         return [layer for layer in self.model.layers if isinstance(layer, Layer)]
 
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
     def assign(self, tensors: Mapping[str, Tensor], requires_grad: bool) -> None:
@@ -211,7 +200,8 @@ class Decoder(nn.Module):
         rotation = self.rotation(longest)
         x_TD: Tensor = self.model.embed_tokens(token_ids_T)
         for index, layer in enumerate(self.layers):
-            x_TD = layer.cached(x_TD, positions_T, rotation, spans, cache, index)
+            store = Store(cache.keys[index], cache.values[index], cache.slots_T)
+            x_TD = layer(x_TD, positions_T, rotation, spans, store)
         return x_TD
 
     def head(self) -> Head:

@@ -37,6 +37,26 @@ def split_rotate(
     return _SplitRotate.apply(qkv, positions_T, rotation, q_gain, k_gain)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """One layer's keys and values [R, G, C] in an engine, and the rows `slots_T` that a forward's tokens fill."""
+
+    keys: Tensor
+    values: Tensor
+    slots_T: Tensor
+
+
+def split_rotate_into(
+    store: Store, qkv: Tensor, positions_T: Tensor, rotation: Rotation, gains: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `split_rotate`, without gradient, into a store; returns the queries and the whole store."""
+    tables = (rotation.cosines, rotation.sines)
+    q = kernels().split_rotate(
+        qkv, positions_T, store.slots_T, *tables, gains, rotation.eps, rotation.heads, store.keys, store.values
+    )
+    return q, store.keys, store.values
+
+
 def attention(q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans) -> Tensor:
     """Causal attention of every query over its visible stored rows, scaled by C^-1/2; [T, H, C]."""
     scale = q_THC.shape[-1] ** -0.5
@@ -86,5 +106,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = kernels().attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.spans, ctx.scale)
+        q, keys, values, out, lse = ctx.saved_tensors
+        backward = kernels().attention_backward
+        dq, dk, dv = backward(grad.contiguous(), q, keys, values, out, lse, ctx.spans, ctx.scale)
         return dq, dk, dv, None, None

@@ -70,10 +70,11 @@ static inline vf round_even(vf x) {
     return load(y);
 }
 
-// exp(x) for x <= 88; below -87 the result is 0. Relative error below 2e-7 (Cephes' reduction and polynomial).
+// exp(x) for x <= 88; below -87 the result is 0; NaN stays NaN. Relative error below 2e-7 (Cephes' reduction and
+// polynomial).
 static inline vf vexp(vf x) {
     vi underflow = x < splat(-87.0f);
-    x = vmax(x, splat(-87.0f));
+    x = vmax(splat(-87.0f), x);  // in this order a NaN comes through
     vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no fraction bits
     vf n = (x * splat(1.44269504088896341f) + magic) - magic;
     vf r = x - n * splat(0.693359375f);
@@ -147,18 +148,16 @@ static void rms_norm_row(const float *x, const float *gain, float eps, int64_t n
     if (i < n) store_part(y + i, n - i, (load_part(x + i, n - i, 0) * inverse) * load_part(gain + i, n - i, 0));
 }
 
+static inline vf silu(vf gate) {  // past -88, where `vexp` would overflow, the quotient is below 1e-36 anyway
+    return gate / (splat(1.0f) + vexp(-vmax(gate, splat(-88.0f))));
+}
+
 // silu(gate) * up of one row; gate_up is [2n], gate first.
 static void gated_row(const float *gate_up, int64_t n, float *y) {
     const float *gate = gate_up, *up = gate_up + n;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf g = load(gate + i);
-        store(y + i, (g / (splat(1.0f) + vexp(-g))) * load(up + i));
-    }
-    if (i < n) {
-        vf g = load_part(gate + i, n - i, 0);
-        store_part(y + i, n - i, (g / (splat(1.0f) + vexp(-g))) * load_part(up + i, n - i, 0));
-    }
+    for (; i + LANES <= n; i += LANES) store(y + i, silu(load(gate + i)) * load(up + i));
+    if (i < n) store_part(y + i, n - i, silu(load_part(gate + i, n - i, 0)) * load_part(up + i, n - i, 0));
 }
 
 void qarl_rms_norm(const float *x, const float *gain, float eps, int64_t rows, int64_t n, float *y) {
@@ -346,8 +345,16 @@ void qarl_split_rotate(const float *qkv, const int64_t *positions, const int64_t
 
 static inline float dot(const float *a, const float *b, int64_t d) {
     vf sum = splat(0);
-    for (int64_t i = 0; i < d; i += LANES) sum = sum + load(a + i) * load(b + i);
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES) sum = sum + load(a + i) * load(b + i);
+    if (i < d) sum = sum + load_part(a + i, d - i, 0) * load_part(b + i, d - i, 0);
     return sum_lanes(sum);
+}
+
+static inline void add_scaled(float *y, float factor, const float *x, int64_t d) {  // y += factor * x
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES) store(y + i, load(y + i) + splat(factor) * load(x + i));
+    if (i < d) store_part(y + i, d - i, load_part(y + i, d - i, 0) + splat(factor) * load_part(x + i, d - i, 0));
 }
 
 // The key rows that one query sees: the spans of its sequence, cut after `visible` rows.
@@ -388,6 +395,28 @@ static float exponentiate(float *scores, int64_t visible, float *maximum) {
     return sum_lanes(sum);
 }
 
+// out [d] = weighted sum of one query's visible values, divided by the weights' `total`.
+static void mix(const float *weights, float total, const float *values, int64_t stride, sequence seq, int64_t visible,
+                int64_t d, float *out) {
+    vf inverse = splat(1.0f / total);
+    int64_t c = 0, vectors = d / LANES;
+    for (int64_t first = 0; first < vectors; first += 4) {  // up to four accumulators wide
+        int64_t width = vectors - first < 4 ? vectors - first : 4;
+        vf acc[4] = {splat(0), splat(0), splat(0), splat(0)};
+        FOR_EACH_KEY(seq, visible, j, row) {
+            vf p = splat(weights[j]);
+            for (int64_t w = 0; w < width; w++) acc[w] = acc[w] + p * load(values + row * stride + c + w * LANES);
+        }
+        for (int64_t w = 0; w < width; w++, c += LANES) store(out + c, acc[w] * inverse);
+    }
+    if (c < d) {
+        vf acc = splat(0);
+        FOR_EACH_KEY(seq, visible, j, row)
+            acc = acc + splat(weights[j]) * load_part(values + row * stride + c, d - c, 0);
+        store_part(out + c, d - c, acc * inverse);
+    }
+}
+
 // out [queries, heads, d] and lse [queries, heads]. Query t belongs to sequence `sequences[t]` and sees its first
 // `visible[t]` keys; sequence s owns spans pointers[s] .. pointers[s+1] of rows in keys/values [*, kv_heads, d].
 void qarl_attention(const float *q, const float *keys, const float *values, const int64_t *sequences,
@@ -403,20 +432,11 @@ void qarl_attention(const float *q, const float *keys, const float *values, cons
             for (int64_t g = 0; g < kv_heads; g++) {
                 sequence seq = sequence_of(pointers, starts, lengths, sequences[t]);
                 for (int64_t h = g * repeat; h < (g + 1) * repeat; h++) {
-                    float maximum, *o = out + (t * heads + h) * d;
-                    scores_of(q + (t * heads + h) * d, keys + g * d, stride, seq, visible[t], d, scale, scores);
+                    int64_t at = (t * heads + h) * d;
+                    float maximum;
+                    scores_of(q + at, keys + g * d, stride, seq, visible[t], d, scale, scores);
                     float sum = exponentiate(scores, visible[t], &maximum);
-                    for (int64_t c = 0; c < d; c += 4 * LANES) {  // up to four accumulators wide
-                        int64_t width = d - c < 4 * LANES ? (d - c) / LANES : 4;
-                        vf acc[4] = {splat(0), splat(0), splat(0), splat(0)};
-                        FOR_EACH_KEY(seq, visible[t], j, row) {
-                            const float *v = values + row * stride + g * d + c;
-                            vf p = splat(scores[j]);
-                            for (int64_t w = 0; w < width; w++) acc[w] = acc[w] + p * load(v + w * LANES);
-                        }
-                        vf inverse = splat(1.0f / sum);
-                        for (int64_t w = 0; w < width; w++) store(o + c + w * LANES, acc[w] * inverse);
-                    }
+                    mix(scores, sum, values + g * d, stride, seq, visible[t], d, out + at);
                     lse[t * heads + h] = maximum + logf(sum);
                 }
             }
@@ -451,13 +471,10 @@ void qarl_attention_backward(const float *grad, const float *q, const float *key
                         memset(dq + at, 0, d * sizeof(float));
                         FOR_EACH_KEY(seq, visible[t], j, row) {
                             int64_t kv = row * stride + g * d;
-                            vf pj = splat(p[j]);
-                            vf ds = splat(p[j] * (dot(grad + at, values + kv, d) - delta) * scale);
-                            for (int64_t c = 0; c < d; c += LANES) {
-                                store(dv + kv + c, load(dv + kv + c) + pj * load(grad + at + c));
-                                store(dk + kv + c, load(dk + kv + c) + ds * load(q + at + c));
-                                store(dq + at + c, load(dq + at + c) + ds * load(keys + kv + c));
-                            }
+                            float ds = p[j] * (dot(grad + at, values + kv, d) - delta) * scale;
+                            add_scaled(dv + kv, p[j], grad + at, d);
+                            add_scaled(dk + kv, ds, q + at, d);
+                            add_scaled(dq + at, ds, keys + kv, d);
                         }
                     }
                 }
@@ -493,15 +510,32 @@ static float logprob(float logit, float peak, float inverse_temperature, float s
     return (logit - peak) * inverse_temperature - logf(sum);
 }
 
-// Log-probability of one token a row under softmax(logits / temperature); `shift` and `sum` serve the backward pass.
+// -sum p log p of a row, p being its softmax: log(sum) - sum(e z) / sum with z = (logit - peak) / temperature.
+static float entropy_of(const float *logits, int64_t n, float peak, float inverse_temperature, float sum) {
+    vf weighted = splat(0), top = splat(peak), factor = splat(inverse_temperature);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vf z = (load(logits + i) - top) * factor;
+        weighted = weighted + vexp(z) * z;
+    }
+    if (i < n) {
+        vf z = (load_part(logits + i, n - i, peak) - top) * factor;  // the padding has z = 0
+        weighted = weighted + vexp(z) * z;
+    }
+    return logf(sum) - sum_lanes(weighted) / sum;
+}
+
+// Log-probability of one token a row under softmax(logits / temperature), and the row's entropy; `shifts` and `sums`
+// serve the backward pass.
 void qarl_token_logprobs(const float *logits, const int64_t *targets, float inverse_temperature, int64_t rows,
-                         int64_t n, float *logprobs, float *shifts, float *sums) {
+                         int64_t n, float *logprobs, float *shifts, float *sums, float *entropies) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < rows; t++) {
         const float *row = logits + t * n;
         shifts[t] = row_max(row, n);
         sums[t] = exp_sum(row, n, shifts[t], inverse_temperature);
         logprobs[t] = logprob(row[targets[t]], shifts[t], inverse_temperature, sums[t]);
+        entropies[t] = entropy_of(row, n, shifts[t], inverse_temperature, sums[t]);
     }
 }
 
@@ -543,8 +577,9 @@ static int64_t choose(const float *row, int64_t n, float peak, float inverse_tem
         }
     }
     if (last_nonzero >= 0) return last_nonzero;
-    for (int64_t i = n - 1;; i--)  // rounding left the threshold past the end: the last token that can be drawn
+    for (int64_t i = n - 1; i > 0; i--)  // rounding left the threshold past the end: the last token that can be drawn
         if ((vexp((splat(row[i]) - top) * factor))[0] > 0) return i;
+    return 0;  // or none can be drawn, of logits that are NaN: its log-probability tells
 }
 
 // Draw one token a row by inverting the cumulative distribution at `uniforms[t]` in [0, 1).

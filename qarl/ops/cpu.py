@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qarl.ops.reference import ReferenceKernels, Spans
+from qarl.ops.reference import ReferenceKernels, Scores, Spans
 from qarl.quant.formats import INT8, IntegerFormat
 
 PANEL = 32
@@ -28,6 +28,11 @@ def ints(*values: int) -> list[ctypes.c_int64]:
 def as_float(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         assert tensor is None or tensor.dtype == torch.float32, "kernels compute in fp32"
+
+
+def as_index(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.int64, "kernels take int64 indices"
 
 
 class CpuKernels(ReferenceKernels):
@@ -134,10 +139,11 @@ class CpuKernels(ReferenceKernels):
         keys_RGC: Tensor,
         values_RGC: Tensor,
     ) -> Tensor:
-        as_float(qkv_TN, cosines_PC, sines_PC, keys_RGC, values_RGC)
+        q_gain, k_gain = gains if gains is not None else (None, None)
+        as_float(qkv_TN, cosines_PC, sines_PC, q_gain, k_gain, keys_RGC, values_RGC)
+        as_index(positions_T, slots_T)
         rows, (kv_heads, dim) = len(qkv_TN), keys_RGC.shape[1:]
         q = qkv_TN.new_empty(rows, heads, dim)
-        q_gain, k_gain = gains if gains is not None else (None, None)
         inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain))
         outputs = map(address, (q, keys_RGC, values_RGC))
         self.library.qarl_split_rotate(*inputs, ctypes.c_float(eps), *ints(rows, heads, kv_heads, dim), *outputs)
@@ -166,6 +172,8 @@ class CpuKernels(ReferenceKernels):
         spans: Spans,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        as_float(grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH)
+        as_index(spans.families)
         (_, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
         dq, dk, dv = torch.empty_like(q_THC), torch.zeros_like(keys_RGC), torch.zeros_like(values_RGC)
         inputs = map(address, (grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH, *layout(spans), spans.families))
@@ -176,16 +184,22 @@ class CpuKernels(ReferenceKernels):
 
     def token_logprobs(
         self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Scores:
         as_float(logits_TV)
-        logprobs, shifts, sums = (logits_TV.new_empty(len(logits_TV)) for _ in range(3))
-        outputs = map(address, (logprobs, shifts, sums))
+        as_index(targets_T)
+        scores = Scores(*(logits_TV.new_empty(len(logits_TV)) for _ in range(4)))
+        outputs = map(address, (scores.logprobs, scores.shifts, scores.sums, scores.entropies))
         self.library.qarl_token_logprobs(
-            address(logits_TV), address(targets_T), ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape), *outputs
+            address(logits_TV),
+            address(targets_T),
+            ctypes.c_float(inverse_temperature),
+            *ints(*logits_TV.shape),
+            *outputs,
         )
-        return logprobs, shifts, sums
+        return scores
 
     def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
+        as_float(logits_TV, shifts_T, sums_T)
         inputs = map(address, (logits_TV, shifts_T, sums_T))
         self.library.qarl_softmax(*inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape))
         return logits_TV
@@ -206,4 +220,6 @@ def empty_codes(rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def layout(spans: Spans) -> tuple[Tensor, ...]:
-    return spans.sequences, spans.visible, spans.pointers, spans.starts, spans.lengths
+    parts = (spans.sequences, spans.visible, spans.pointers, spans.starts, spans.lengths)
+    as_index(*parts)
+    return parts

@@ -21,7 +21,10 @@ from qarl.ops.rows import rms_norm_backward
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The output projection with the final norm in front of it; `weight` is the master, with gradient."""
+    """The output projection with the final norm in front of it.
+
+    `weight` is the master, with gradient; it may have more rows than the operand, which is then its first rows.
+    """
 
     operand: Operand
     norm: Norm
@@ -35,16 +38,15 @@ def logits(head: Head, hidden_TD: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    head: Head, hidden_TD: Tensor, targets_T: Tensor, temperature: float, chunk: int, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target under softmax(logits / temperature) [T], and the entropies [T] if asked.
+    head: Head, hidden_TD: Tensor, targets_T: Tensor, temperature: float, chunk: int, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target under softmax(logits / temperature) [T], and the entropies [T].
 
-    `chunk` bounds how many rows of logits exist at a time. The engine's sampling uses the same sums in the same
+    Entropies carry a gradient only if asked, since it costs a pass over the logits. `chunk` bounds how many rows of logits exist at a time. The engine's sampling uses the same sums in the same
     order, so equal hidden states give equal bits.
     """
-    call = _Call(head.operand, head.norm.eps, 1.0 / temperature, chunk, with_entropy)
-    logprobs, entropy = _TokenLogprobs.apply(call, hidden_TD, targets_T, head.norm.gain, head.weight)
-    return logprobs, entropy if with_entropy else None
+    call = _Call(head.operand, head.norm.eps, 1.0 / temperature, chunk, entropy_gradient)
+    return _TokenLogprobs.apply(call, hidden_TD, targets_T, head.norm.gain, head.weight)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +55,7 @@ class _Call:
     eps: float
     inverse_temperature: float
     chunk: int
-    with_entropy: bool
+    entropy_gradient: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -66,12 +68,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for first in range(0, len(hidden), call.chunk):
             at = slice(first, first + call.chunk)
             chunk_logits = call.operand.product(prepare_rows(call.operand, "norm", hidden[at], norm), None)
-            found = kernels().token_logprobs(chunk_logits, targets[at], call.inverse_temperature)
-            logprobs[at], shifts[at], sums[at] = found
-            if call.with_entropy:
-                scaled = (chunk_logits - shifts[at, None]) * call.inverse_temperature
-                entropy[at] = sums[at].log() - (scaled.exp() * scaled).sum(-1) / sums[at]
+            scores = kernels().token_logprobs(chunk_logits, targets[at], call.inverse_temperature)
+            logprobs[at], shifts[at], sums[at], entropy[at] = scores.logprobs, scores.shifts, scores.sums, scores.entropies
+        if not call.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         ctx.call = call
+        ctx.master_shape = weight.shape
         ctx.save_for_backward(hidden, targets, gain, shifts, sums, entropy)
         return logprobs, entropy
 
@@ -82,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, targets, gain, shifts, sums, entropy = ctx.saved_tensors
         norm = Norm(gain, call.eps)
         dense_VD = call.operand.dense()
-        grad_weight, grad_normed = torch.zeros_like(dense_VD), torch.empty_like(hidden)
+        grad_weight, grad_normed = hidden.new_zeros(ctx.master_shape), torch.empty_like(hidden)
         for first in range(0, len(hidden), call.chunk):
             at = slice(first, first + call.chunk)
             rows = prepare_rows(call.operand, "norm", hidden[at], norm)
@@ -90,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
             kernels().softmax_(grad_logits, shifts[at], sums[at], call.inverse_temperature)
             grad_logits = _grad_logits(grad_logits, targets[at], grad_T[at], grad_entropy_T[at], entropy[at], call)
             torch.mm(grad_logits, dense_VD, out=grad_normed[at])
-            grad_weight.addmm_(grad_logits.t(), call.operand.rows_as_float(rows))
+            grad_weight[: len(dense_VD)].addmm_(grad_logits.t(), call.operand.rows_as_float(rows))
         grad_hidden, grad_gain = rms_norm_backward(grad_normed, hidden, gain, call.eps)
         return None, grad_hidden, None, grad_gain, grad_weight
 
@@ -103,7 +105,7 @@ def _grad_logits(
     d logprob / d logit = (onehot - p) / temperature; d H / d logit = -p (log p + H) / temperature.
     """
     towards = -grad[:, None]
-    if call.with_entropy:
+    if call.entropy_gradient:
         log_p = probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
         towards = towards - grad_entropy[:, None] * (log_p + entropy[:, None])
     grads = probabilities.mul_(towards)

@@ -1,4 +1,4 @@
-"""Which implementation of the operations this process uses, and whether its integer GEMM is exact."""
+"""Which implementation of the operations this process uses, and whether the integer GEMM is exact here."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def kernels() -> ReferenceKernels:
     return _chosen[-1] if _chosen else _default()
 
 
+def require_exact_int8() -> None:
+    """RunError where integer schemes would be silently wrong."""
+    if not int8_is_exact():
+        raise RunError(
+            "torch's integer GEMM is not exact on this CPU (it saturates 16-bit sums): schemes w8a8-int8 and w4a8-int8 "
+            "would be silently wrong here; use scheme 'none', a weight-only scheme, or another machine"
+        )
+
+
 @contextmanager
 def using(chosen: ReferenceKernels) -> Iterator[None]:
     """Use these kernels inside the block, whatever the default is."""
@@ -36,11 +45,6 @@ def using(chosen: ReferenceKernels) -> Iterator[None]:
 
 @cache
 def _default() -> ReferenceKernels:
-    if not int8_is_exact():
-        raise RunError(
-            "torch's integer GEMM is not exact on this CPU (it saturates 16-bit sums); low-bit schemes would be "
-            "silently wrong here. Use scheme 'none', or another machine"
-        )
     loaded = library.load()
     if loaded is None:
         logger.warning("CPU kernels absent, using slow torch operations: %s", library.built().reason)

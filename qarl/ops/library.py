@@ -52,34 +52,49 @@ def build() -> Build:
     """Compile `cpu.c` unless the cache holds this very build; never raises for a missing or failing compiler."""
     compiler = find_compiler()
     if compiler is None:
-        return Build(None, None, "no C compiler found (looked for $CC, cc, gcc, clang)")
+        return Build(None, None, f"no C compiler found (looked for {os.environ.get('CC') or 'cc, gcc, clang'})")
+    try:
+        return _compile(compiler, library_path(compiler))
+    except OSError as error:
+        return Build(None, compiler, f"cannot build the kernels: {error}")
+
+
+def library_path(compiler: str) -> Path:
+    """Where the cache keeps what this compiler makes of this source, with these flags, on this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     key = "\n".join([SOURCE.read_text(), *FLAGS, compiler, version, cpu_identity()])
-    path = cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return Build(path, compiler, "from cache")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            target = Path(scratch) / path.name
-            command = [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                return Build(None, compiler, f"{' '.join(command)} failed: {result.stderr.strip()[:500]}")
-            os.replace(target, path)  # atomic: another process never loads half a library
-    except OSError as error:
-        return Build(None, compiler, f"cannot write the kernel cache {path.parent}: {error}")
-    return Build(path, compiler, "compiled")
+    return cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
 @cache
 def built() -> Build:
-    """The build of this process, made once."""
-    return build()
+    """The build of this process, made once; one that this process cannot load counts as none."""
+    found = build()
+    if found.path is None:
+        return found
+    try:
+        ctypes.CDLL(str(found.path))
+    except OSError as error:
+        return Build(None, found.compiler, f"cannot load {found.path}: {error}")
+    return found
 
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The kernels, or None when they could not be built (`built().reason` says why)."""
+    """The kernels, or None when there are none (`built().reason` says why)."""
     path = built().path
     return ctypes.CDLL(str(path)) if path else None
+
+
+def _compile(compiler: str, path: Path) -> Build:
+    if path.exists():
+        return Build(path, compiler, "from cache")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        target = Path(scratch) / path.name
+        command = [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return Build(None, compiler, f"{' '.join(command)} failed: {result.stderr.strip()[:500]}")
+        os.replace(target, path)  # atomic: another process never loads half a library
+    return Build(path, compiler, "compiled")

@@ -102,7 +102,9 @@ class _Project(torch.autograd.Function):
         keep_rows = call.operand.quantizes_rows
         ctx.call = call
         ctx.has_residual = residual is not None
-        ctx.save_for_backward(x if call.prologue != "plain" or not keep_rows else None, gain, *rows if keep_rows else ())
+        ctx.save_for_backward(
+            x if call.prologue != "plain" or not keep_rows else None, gain, *rows if keep_rows else ()
+        )
         return call.operand.product(rows, residual)
 
     @staticmethod

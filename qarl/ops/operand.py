@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl.ops.kernels import kernels
+from qarl.ops.cpu import CpuKernels
+from qarl.ops.kernels import kernels, require_exact_int8
 from qarl.quant.formats import INT8, IntegerFormat
 from qarl.quant.qtensor import (
     QTensor,
@@ -87,17 +88,22 @@ Operand = Int8Operand | FloatOperand
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
     """`quant.quantize`, through the fast kernel where the scheme is integer codes with one scale a row."""
-    weight = scheme.weight
+    weight, fast = scheme.weight, kernels()
     if weight is None or not isinstance(weight.format, IntegerFormat) or not isinstance(weight.granularity, PerRow):
         return quantize(weight_NK, scheme, name)
-    codes, scales = kernels().quantize_rows(weight_NK.contiguous(), weight.format)
+    if not isinstance(fast, CpuKernels):
+        return quantize(weight_NK, scheme, name)
+    codes, scales = fast.quantize_rows(weight_NK.contiguous(), weight.format)
     if not bool(scales.isfinite().all()):
         return quantize(weight_NK, scheme, name)  # raises, naming the tensor and the row
     return QTensor(codes, scales[:, None], scheme)
 
 
 def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None]) -> Operand:
-    """One operand from sibling matrices that read the same input, stacked along N; all of one scheme."""
+    """One operand from sibling matrices that read the same input, stacked along N; all of one scheme.
+
+    RunError for integer codes where the integer GEMM is not exact.
+    """
     bias = stack_biases([len(p.codes) if isinstance(p, QTensor) else len(p) for p in parts], biases)
     first = parts[0]
     if isinstance(first, Tensor):
@@ -106,6 +112,7 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     quantized = [p for p in parts if isinstance(p, QTensor)]
     assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
     if is_integer(first.scheme):
+        require_exact_int8()
         return Int8Operand(stack([p.codes for p in quantized]), stack([p.scale[:, 0] for p in quantized]), bias)
     weight = stack([dequantize(p) for p in quantized])
     return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)

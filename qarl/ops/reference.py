@@ -35,6 +35,16 @@ class Spans:
     longest: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Of each row of logits: the target's log-probability, the entropy, and the maximum and sum that made them."""
+
+    logprobs: Tensor
+    shifts: Tensor
+    sums: Tensor
+    entropies: Tensor
+
+
 class ReferenceKernels:
     """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`."""
 
@@ -180,16 +190,15 @@ class ReferenceKernels:
 
     def token_logprobs(
         self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of `targets_T` under softmax(logits / temperature), the row maxima and the sums."""
+    ) -> Scores:
+        """Log-probabilities of `targets_T` and entropies under softmax(logits / temperature)."""
         shifts = logits_TV.max(-1).values
         scaled = (logits_TV - shifts[:, None]) * inverse_temperature
         sums = scaled.exp().sum(-1)
-        return scaled.gather(-1, targets_T[:, None])[:, 0] - sums.log(), shifts, sums
+        logprobs = scaled.gather(-1, targets_T[:, None])[:, 0] - sums.log()
+        return Scores(logprobs, shifts, sums, sums.log() - (scaled.exp() * scaled).sum(-1) / sums)
 
-    def softmax_(
-        self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float
-    ) -> Tensor:
+    def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
         """Overwrite logits with their softmax, given `token_logprobs`' maxima and sums."""
         logits_TV.sub_(shifts_T[:, None]).mul_(inverse_temperature).exp_().div_(sums_T[:, None])
         return logits_TV
@@ -202,7 +211,7 @@ class ReferenceKernels:
         tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
         last_possible = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         tokens = torch.minimum(tokens, last_possible)
-        return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature)[0]
+        return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature).logprobs
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

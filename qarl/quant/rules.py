@@ -102,10 +102,15 @@ def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: Q
 
 def _choose(module: str, shape: Shape, scheme: Scheme, pattern: str | None, rules: Mapping[str, str]) -> Choice:
     if pattern is not None:
-        return Choice(shape, scheme_named(rules[pattern]), f'rule "{pattern}"')
-    if module.rpartition(".")[2] in PROJECTIONS:
-        return Choice(shape, scheme, "the run's scheme")
-    return Choice(shape, scheme_named("none"), "not a decoder projection")
+        wanted, reason = scheme_named(rules[pattern]), f'rule "{pattern}"'
+    elif module.rpartition(".")[2] in PROJECTIONS:
+        wanted, reason = scheme, "the run's scheme"
+    else:
+        wanted, reason = scheme_named("none"), "not a decoder projection"
+    fitted = wanted.fitted(shape)
+    if fitted is not wanted:
+        reason += f"; {shape[1]} inputs are no multiple of {wanted.multiple_of()}, so in smaller groups"
+    return Choice(shape, fitted, reason)
 
 
 def _deciding_rule(module: str, rules: Mapping[str, str]) -> str | None:

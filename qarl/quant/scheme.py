@@ -22,12 +22,14 @@ class Quantizer:
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How one linear layer computes: `weight` is None for full precision, `activation` None where only the
-    weights are quantized. `packed` schemes are stored with eight 4-bit codes an int32."""
+    weights are quantized. `packed` schemes are stored with eight 4-bit codes an int32. `narrower` names the same
+    scheme in smaller groups, for matrices whose width does not fill whole groups of this one."""
 
     name: str
     weight: Quantizer | None
     activation: Quantizer | None
     packed: bool = False
+    narrower: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> bool:
@@ -37,6 +39,11 @@ class Scheme:
         """What `in_features` must be a multiple of."""
         quantizers = (quantizer for quantizer in (self.weight, self.activation) if quantizer is not None)
         return math.lcm(*(quantizer.granularity.multiple_of() for quantizer in quantizers))
+
+    def fitted(self, shape_NK: tuple[int, int]) -> Scheme:
+        """This scheme, or the first of `narrower` whose groups the input features fill; this one if none fits."""
+        candidates = (self, *(SCHEMES[name] for name in self.narrower))
+        return next((scheme for scheme in candidates if shape_NK[1] % scheme.multiple_of() == 0), self)
 
     def check_shape(self, module: str, shape_NK: tuple[int, int]) -> None:
         """Refuse, as ConfigurationError, a matrix whose input features do not fill whole groups."""
@@ -59,8 +66,8 @@ class Scheme:
         return code_bytes + 4 * scale_rows * scale_columns
 
 
-def _weight_only_int4(name: str, group: int) -> Scheme:
-    return Scheme(name, Quantizer(INT4, PerGroup(group)), None, packed=True)
+def _weight_only_int4(name: str, group: int, narrower: tuple[str, ...] = ()) -> Scheme:
+    return Scheme(name, Quantizer(INT4, PerGroup(group)), None, packed=True, narrower=narrower)
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -69,8 +76,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("none", None, None),
         Scheme("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
         Scheme("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
-        _weight_only_int4("w4a16", 128),
-        # For models whose widths are multiples of 64 or 32 only, such as SmolLM2-135M (576).
+        # The smaller groups serve widths such as SmolLM2-135M's 576, which is no multiple of 128.
+        _weight_only_int4("w4a16", 128, narrower=("w4a16-g64", "w4a16-g32")),
         _weight_only_int4("w4a16-g64", 64),
         _weight_only_int4("w4a16-g32", 32),
         Scheme("fp8", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow())),

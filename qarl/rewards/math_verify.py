@@ -43,7 +43,8 @@ class MathVerify(Term):
     def _parsed_reference(self, library: Any, reference: str, prompt: Prompt) -> Any:
         for spelling in (reference, f"${reference}$"):
             parsed = library.parse(spelling, parsing_timeout=None)
-            if parsed:
+            # A lone text means that the library found nothing it could compute with.
+            if any(not isinstance(one, str) for one in parsed):
                 return parsed
         raise ConfigurationError(
             f"reward {self.label}: math_verify reads no expression in the answer {reference!r} of prompt {prompt.id}; "

@@ -48,7 +48,7 @@ class Scorer:
             first = next(line for group in rewards for line in group.errors)
             raise RunError(
                 f"{failed} of {scored} completions have no reward, the limit is a share of {self._max_error_share:g}; "
-                f"the first: {first}. Correct the reward or its rows, or raise the limit"
+                f"the first: {first}. Correct the reward or its rows, or raise max_reward_error_share"
             )
         return rewards
 

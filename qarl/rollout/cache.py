@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl.errors import ConfigurationError
 from qarl.models.config import ModelConfig
 
 PAGE = 32
@@ -57,20 +56,13 @@ class Region:
 
 
 class KVCache:
-    """Stores for every layer under a byte budget, with a free list of pages.
+    """Stores for every layer, `num_pages` pages long, with a free list of pages.
 
     A request reserves all the pages it can come to need before it starts, so nothing is ever evicted.
     """
 
-    def __init__(self, config: ModelConfig, budget_bytes: int, wanted_pages: int) -> None:
-        """Room for `wanted_pages`, or for as many as the budget holds."""
-        page_bytes = PAGE * bytes_per_token(config)
-        self.num_pages = min(wanted_pages, budget_bytes // page_bytes)
-        if self.num_pages < 1:
-            raise ConfigurationError(
-                f"engine.kv_bytes = {budget_bytes} does not hold one page of {PAGE} tokens ({page_bytes} bytes "
-                "for this model); raise it"
-            )
+    def __init__(self, config: ModelConfig, num_pages: int) -> None:
+        self.num_pages = num_pages
         shape = (self.num_pages * PAGE, config.num_kv_heads, config.head_dim)
         self.keys: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))
         self.values: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))

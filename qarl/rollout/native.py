@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,8 +68,9 @@ class NativeEngine:
     def load(self, snapshot: Snapshot) -> None:
         """Serve this version; RunError when its tensors are not those that were published."""
         verify(snapshot)
+        operands = operands_of(self.decoder, snapshot)
         self.decoder.assign(unquantized(snapshot), requires_grad=False)
-        self.decoder.serve(operands_of(self.decoder, snapshot))
+        self.decoder.serve(operands)
         self.version = snapshot.version
 
     def metrics(self) -> Metrics:
@@ -89,7 +90,7 @@ class NativeEngine:
         assert self.version >= 0, "generate before load"
         self._check_fit(prompts, sampling)
         requests = make_requests(prompts, group_size, seed)
-        run = _Rollout(self, sampling, len(requests), self._cache_for(prompts, group_size, sampling))
+        run = Rollout(self, sampling, len(requests), self.cache_for(prompts, group_size, sampling))
         run.all(requests)
         self._load_of_last = run.load
         return [
@@ -112,7 +113,9 @@ class NativeEngine:
         for prompt in prompts:
             length = len(prompt.token_ids)
             if length == 0:
-                raise ConfigurationError(f"prompt {prompt.id}: has no tokens; a completion needs at least one before it")
+                raise ConfigurationError(
+                    f"prompt {prompt.id}: has no tokens; a completion needs at least one before it"
+                )
             if length + sampling.max_new_tokens > context:
                 raise ConfigurationError(
                     f"prompt {prompt.id}: {length} prompt tokens + sampling.max_new_tokens = {sampling.max_new_tokens} "
@@ -126,13 +129,14 @@ class NativeEngine:
                     f"engine.kv_bytes = {self.config.kv_bytes}; raise it or lower sampling.max_new_tokens"
                 )
 
-    def _cache_for(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> KVCache:
+    def cache_for(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> KVCache:
         """A cache with room for this rollout, or for as much of it as the budget holds; reused when big enough."""
         running = min(self.config.max_concurrency, len(prompts) * group_size)
         pages = sum(pages_for(len(p.token_ids)) for p in prompts) + running * pages_for(sampling.max_new_tokens)
+        pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config)))
         if self.cache is None or self.cache.num_pages < pages:
             self.cache = None  # freed before its successor is made
-            self.cache = KVCache(self.decoder.config, self.config.kv_bytes, pages)
+            self.cache = KVCache(self.decoder.config, pages)
         self.cache.release_all()
         return self.cache
 
@@ -140,16 +144,18 @@ class NativeEngine:
 def make_requests(prompts: Sequence[Prompt], group_size: int, seed: tuple[int, ...]) -> list[Request]:
     """`group_size` requests for every prompt, in order, sharing the prompt."""
     requests = []
-    for group, prompt in enumerate(prompts):
+    repeats: Counter[str] = Counter()
+    for prompt in prompts:
         shared = SharedPrompt(prompt, waiting=group_size)
         for index in range(group_size):
-            # The place in the batch tells apart two equal prompts of one step.
-            key = stream_key((*seed, group), prompt.id, index)
-            requests.append(Request(shared, group, index, key))
+            # How often a prompt came before tells apart two equal ones; its place in the batch must not matter.
+            key = stream_key((*seed, repeats[prompt.id]), prompt.id, index)
+            requests.append(Request(shared, index, key))
+        repeats[prompt.id] += 1
     return requests
 
 
-class _Rollout:
+class Rollout:
     """One call of `generate`: who runs, who waits, and the steps until all are done."""
 
     def __init__(self, engine: NativeEngine, sampling: Sampling, total: int, cache: KVCache) -> None:
@@ -258,7 +264,7 @@ class _Rollout:
         logits_BV = logits(self.decoder.head(), hidden_BD)
         if self.sampling.temperature == 0:
             tokens = logits_BV.argmax(-1)
-            logprobs = kernels().token_logprobs(logits_BV, tokens, 1.0)[0]
+            logprobs = kernels().token_logprobs(logits_BV, tokens, 1.0).logprobs
         else:
             draws = uniforms([r.stream for r in requests], [len(r.token_ids) for r in requests])
             tokens, logprobs = kernels().sample(logits_BV, draws, 1.0 / self.sampling.temperature)

@@ -28,7 +28,6 @@ class Request:
     """One completion: what it continues, where it keeps its keys, what it has so far."""
 
     shared: SharedPrompt
-    group: int
     index: int
     stream: int
     region: Region | None = None
@@ -60,5 +59,12 @@ def spans_of(sequences: Sequence[Sequence[tuple[int, int]]], queries: Sequence[S
         pointers.append(pointers[-1] + len(spans))
     owners = [s for s, visible in enumerate(queries) for _ in visible]
     visible = [count for counts in queries for count in counts]
-    tensors = [torch.tensor(values, dtype=torch.int64) for values in (owners, visible, pointers, starts, lengths)]
-    return Spans(*tensors, families=torch.tensor([0, len(visible)]), longest=max(visible))
+    return Spans(
+        sequences=torch.tensor(owners),
+        visible=torch.tensor(visible),
+        pointers=torch.tensor(pointers),
+        starts=torch.tensor(starts),
+        lengths=torch.tensor(lengths),
+        families=torch.tensor([0, len(visible)]),
+        longest=max(visible),
+    )

@@ -5,7 +5,7 @@ Shape letters: N output channels, K input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def verify(snapshot: Snapshot) -> None:
 
 def _publish(
     names: tuple[str, ...],
-    weights: list[Tensor],
-    biases: list[Tensor | None],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     schemes: Mapping[str, Scheme],
     tensors: dict[str, Tensor],
 ) -> Operand:

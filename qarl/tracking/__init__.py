@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from qarl.roles import StepReport, Tracker
+from qarl.records import Group, GroupRewards
+from qarl.roles import Tracker
 
 log = logging.getLogger("qarl")
 
@@ -17,8 +18,11 @@ class Trackers:
         self._trackers = list(trackers)
         self.failures = 0
 
-    def step(self, report: StepReport) -> None:
-        self._each(lambda tracker: tracker.step(report))
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        self._each(lambda tracker: tracker.rollout(step, groups, rewards))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.evaluation(step, metrics))

@@ -1,16 +1,19 @@
-"""`completions/step-N.jsonl`: what the model wrote, token by token, and what it got for it."""
+"""`completions/step-N.jsonl`: what the model wrote, token by token, and what it got for it.
+
+Written before the step trains on them, so that a step that fails leaves its batch behind.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 
 
 class Completions:
@@ -23,9 +26,13 @@ class Completions:
             if int(path.stem.removeprefix("step-")) >= first_step:
                 path.unlink()
 
-    def step(self, report: StepReport) -> None:
-        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in _rows(report))
-        (self._folder / f"step-{report.step}.jsonl").write_text(lines, encoding="utf-8")
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        rows = _rows(groups, rewards)
+        lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        (self._folder / f"step-{step}.jsonl").write_text(lines, encoding="utf-8")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics have a file of their own."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Held-out completions are not kept."""
@@ -34,15 +41,15 @@ class Completions:
         """Nothing is open between steps."""
 
 
-def _rows(report: StepReport) -> Iterator[dict[str, Any]]:
-    for group, rewards in zip(report.groups, report.rewards, strict=True):
+def _rows(groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> Iterator[dict[str, Any]]:
+    for group, scored in zip(groups, rewards, strict=True):
         for index, completion in enumerate(group.completions):
             yield {
                 "prompt_id": group.prompt.id,
                 "prompt": group.prompt.text,
                 "completion": completion.text,
-                "reward": _number(rewards.total, index),
-                "terms": {name: _number(values, index) for name, values in rewards.terms.items()},
+                "reward": _number(scored.total, index),
+                "terms": {name: _number(values, index) for name, values in scored.terms.items()},
                 "finish_reason": completion.finish_reason,
                 "token_ids": completion.token_ids.tolist(),
                 "engine_logprobs": completion.engine_logprobs.tolist(),

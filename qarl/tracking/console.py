@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", ".3f"),
@@ -23,7 +24,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 
 class Console:
-    """Prints to `stream`, which is never standard output when a JSON result is to come there."""
+    """Prints to `stream`: standard output, or standard error where a JSON result is to come on the former."""
 
     def __init__(self, stream: TextIO, first_step: int, steps: int) -> None:
         self._terminal = Terminal(file=stream, highlight=False, soft_wrap=True)
@@ -31,7 +32,7 @@ class Console:
         self._first_step = first_step
         self._started = time.perf_counter()
         self._bar = Progress(
-            TextColumn("steps"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -40,21 +41,48 @@ class Console:
             transient=True,
             disable=not self._terminal.is_terminal,
         )
-        self._task = self._bar.add_task("steps", total=steps, completed=first_step)
+        self._step_task = self._bar.add_task("steps", total=steps, completed=first_step)
+        self._rollout_task = self._bar.add_task("rollout", total=None)
+
+    def open(self) -> None:
+        """Draw the bars from now on, and count the time per step from now."""
+        self._started = time.perf_counter()
         self._bar.start()
 
-    def step(self, report: StepReport) -> None:
-        done = report.step + 1
+    def say(self, text: str) -> None:
+        """Print above the bars."""
+        self._terminal.print(text, markup=False)
+
+    def rolling_out(self, finished: int, total: int) -> None:
+        """Show how many completions of this rollout are finished."""
+        self._bar.update(self._rollout_task, completed=finished, total=total)
+
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        """Completions have files of their own."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        done = step + 1
         seconds_a_step = (time.perf_counter() - self._started) / (done - self._first_step)
         remaining = seconds_a_step * (self._steps - done)
-        self._terminal.print(step_line(report.step, self._steps, report.metrics, remaining), markup=False)
-        self._bar.update(self._task, completed=done)
+        self.say(step_line(step, self._steps, metrics, remaining))
+        self._bar.update(self._step_task, completed=done)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._terminal.print(evaluation_line(step, metrics), markup=False)
+        self.say(evaluation_line(step, metrics))
 
     def close(self) -> None:
         self._bar.stop()
+
+
+class LogLines(logging.Handler):
+    """Sends log records to the console, so that they do not run through its bars."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.say(self.format(record))
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], remaining_s: float) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -26,8 +26,11 @@ class MetricsFiles:
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._evaluations = (folder / EVALUATIONS_FILE).open("a", encoding="utf-8")
 
-    def step(self, report: StepReport) -> None:
-        self._metrics.write(json_line({"step": report.step, **report.metrics}))
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        """Completions have files of their own."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.write(json_line({"step": step, **metrics}))
         self._metrics.flush()
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,12 +34,15 @@ def draw(folder: Path) -> Path:
     for name in ("mismatch/max_abs", "mismatch/mean_abs"):
         mismatch.plot(*points(steps, name), marker=".", label=name)
     mismatch.set_ylabel("|learner - engine| log-prob")
+    # Linear below a float32's resolution and from 0 up: an exact run is a line on the axis, not an empty picture.
     mismatch.set_yscale("symlog", linthresh=1e-7)
+    mismatch.set_ylim(bottom=0.0)
     mismatch.legend(loc="best", fontsize="small")
 
     for name in ("completion/length_mean", "completion/length_max"):
         length.plot(*points(steps, name), marker=".", label=name)
     length.set_ylabel("tokens")
+    length.set_ylim(bottom=0.0)
     length.set_xlabel("finished steps")
     length.legend(loc="best", fontsize="small")
 

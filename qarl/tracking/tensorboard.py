@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 
 
 class TensorBoard:
@@ -22,9 +22,12 @@ class TensorBoard:
             restart = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=restart))
 
-    def step(self, report: StepReport) -> None:
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        """Completions have files of their own."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         # Evaluations came by themselves, before the step that reports them too.
-        self._write(report.step, {name: value for name, value in report.metrics.items() if name[:5] != "eval/"})
+        self._write(step, {name: value for name, value in metrics.items() if name[:5] != "eval/"})
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, metrics)

@@ -35,9 +35,9 @@ ROPES = {
     "default": RopeConfig(theta=1e5),
     "linear": RopeConfig("linear", 1e4, 4.0),
     "llama3": RopeConfig("llama3", 5e5, 8.0, 64, 1.0, 4.0),
-    "yarn": RopeConfig("yarn", 1e6, 4.0, 64),
+    "yarn": RopeConfig("yarn", 1e4, 4.0, 2048),
     "yarn with mscale": RopeConfig("yarn", 1e4, 40.0, 64, mscale=1.0, mscale_all_dim=0.5),
-    "yarn without truncation": RopeConfig("yarn", 1e4, 3.0, 64, beta_fast=16.0, beta_slow=2.0, truncate=False),
+    "yarn without truncation": RopeConfig("yarn", 1e4, 3.0, 2048, beta_fast=16.0, beta_slow=2.0, truncate=False),
 }
 
 

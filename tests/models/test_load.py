@@ -119,6 +119,13 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(sharded):
         load_folder(sharded)
 
 
+def test_a_shard_with_a_tensor_that_the_index_does_not_know_is_refused(sharded):
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    save_file(load_file(shard) | {"stale": torch.ones(1)}, shard)
+    with pytest.raises(ConfigurationError, match=rf"^{shard}: tensor stale is here, though"):
+        load_folder(sharded)
+
+
 def test_an_index_cannot_point_outside_its_folder(sharded):
     index = sharded / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "../secret.safetensors"}}))

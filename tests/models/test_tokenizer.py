@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from qarl.errors import ConfigurationError
 from qarl.models.tokenizer import byte_tokenizer, declared_stop_ids, load_tokenizer, sampleable_tokens, stop_token_ids
@@ -53,6 +55,20 @@ def test_a_saved_tokenizer_loads_without_a_word(tmp_path, capfd):
     capfd.readouterr()
     assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
     assert capfd.readouterr() == ("", "")
+
+
+def test_notices_of_transformers_are_silenced_while_loading_and_only_then(tmp_path, monkeypatch, caplog):
+    def noisy(*args, **kwargs):
+        logging.get_logger("transformers.models").warning("a notice")
+        return byte_tokenizer()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", noisy)
+    before = logging.get_verbosity()
+    load_tokenizer(tmp_path)
+    assert "a notice" not in caplog.text
+    assert logging.get_verbosity() == before
+    noisy()
+    assert "a notice" in caplog.text
 
 
 def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path):

@@ -9,8 +9,15 @@ from transformers import AutoTokenizer
 from qarl.errors import ConfigurationError
 from qarl.prompts.chat import Renderer
 from qarl.prompts.rows import Row
+from qarl.records import Prompt
 
 QUESTION = Row("sums/1", "What is 3 + 4 ?", {"answer": "7"}, "sums.jsonl, line 1")
+
+
+def rendered(renderer: Renderer, row: Row = QUESTION) -> Prompt:
+    prompt = renderer.render(row)
+    assert prompt is not None
+    return prompt
 
 
 def chat(*messages: tuple[str, str]) -> Row:
@@ -19,7 +26,7 @@ def chat(*messages: tuple[str, str]) -> Row:
 
 def test_chat_prompt_has_one_bos_and_ends_where_the_assistant_begins(make_tokenizer):
     tokenizer = make_tokenizer()
-    prompt = Renderer(tokenizer, system="Answer briefly").render(QUESTION)
+    prompt = rendered(Renderer(tokenizer, system="Answer briefly"))
     words = " ".join(tokenizer.convert_ids_to_tokens(list(prompt.token_ids)))
     assert words == "<s> <|system|> Answer briefly <|end|> <|user|> What is 3 + 4 ? <|end|> <|assistant|>"
     assert prompt.id == "sums/1"
@@ -30,14 +37,14 @@ def test_chat_prompt_has_one_bos_and_ends_where_the_assistant_begins(make_tokeni
 def test_plain_prompt_gets_the_bos_once_even_when_the_text_brings_it(make_tokenizer):
     tokenizer = make_tokenizer()
     renderer = Renderer(tokenizer, chat=False)
-    plain = renderer.render(QUESTION)
-    written = renderer.render(Row("a/1", "<s> What is 3 + 4 ?", {}, "a"))
+    plain = rendered(renderer)
+    written = rendered(renderer, Row("a/1", "<s> What is 3 + 4 ?", {}, "a"))
     assert " ".join(tokenizer.convert_ids_to_tokens(list(plain.token_ids))) == "<s> What is 3 + 4 ?"
     assert written.token_ids == plain.token_ids
 
 
 def test_plain_prompt_joins_system_and_question(make_tokenizer):
-    prompt = Renderer(make_tokenizer(), system="Answer briefly", chat=False).render(QUESTION)
+    prompt = rendered(Renderer(make_tokenizer(), system="Answer briefly", chat=False))
     assert prompt.text == "Answer briefly\n\nWhat is 3 + 4 ?"
 
 
@@ -52,12 +59,12 @@ def test_chat_without_a_template_is_refused(make_tokenizer):
 
 
 def test_long_prompt_is_refused_with_its_length_and_the_limit(make_tokenizer):
-    length = len(Renderer(make_tokenizer()).render(QUESTION).token_ids)
+    length = len(rendered(Renderer(make_tokenizer())).token_ids)
     assert Renderer(make_tokenizer(), max_prompt_tokens=length).render(QUESTION) is not None
     with pytest.raises(
         ConfigurationError, match=f"line 1: prompt sums/1 has {length} tokens, the limit is {length - 1}"
     ):
-        Renderer(make_tokenizer(), max_prompt_tokens=length - 1).render(QUESTION)
+        rendered(Renderer(make_tokenizer(), max_prompt_tokens=length - 1))
 
 
 def test_long_prompt_is_left_out_when_asked(make_tokenizer):
@@ -66,9 +73,9 @@ def test_long_prompt_is_left_out_when_asked(make_tokenizer):
 
 def test_own_system_message_is_kept_and_a_second_one_refused(make_tokenizer):
     row = chat(("system", "hello"), ("user", "?"))
-    assert "<|system|> hello" in Renderer(make_tokenizer()).render(row).text
+    assert "<|system|> hello" in rendered(Renderer(make_tokenizer()), row).text
     with pytest.raises(ConfigurationError, match="system message of its own"):
-        Renderer(make_tokenizer(), system="Answer briefly").render(row)
+        rendered(Renderer(make_tokenizer(), system="Answer briefly"), row)
 
 
 def test_prompt_that_ends_with_the_assistant_is_refused(make_tokenizer):
@@ -78,9 +85,9 @@ def test_prompt_that_ends_with_the_assistant_is_refused(make_tokenizer):
 
 def test_conversation_without_a_template_is_refused(make_tokenizer):
     row = chat(("user", "?"), ("assistant", "hello"), ("user", "?"))
-    assert "<|assistant|> hello" in Renderer(make_tokenizer()).render(row).text
+    assert "<|assistant|> hello" in rendered(Renderer(make_tokenizer()), row).text
     with pytest.raises(ConfigurationError, match="several speakers needs a chat template"):
-        Renderer(make_tokenizer(), chat=False).render(row)
+        rendered(Renderer(make_tokenizer(), chat=False), row)
 
 
 def test_error_of_the_template_names_the_row(make_tokenizer):
@@ -88,17 +95,17 @@ def test_error_of_the_template_names_the_row(make_tokenizer):
     with pytest.raises(
         ConfigurationError, match=r"sums.jsonl, line 1: the chat template refuses .* roles must alternate"
     ):
-        Renderer(tokenizer).render(QUESTION)
+        rendered(Renderer(tokenizer))
 
 
 def test_template_arguments_reach_the_template(make_tokenizer):
     tokenizer = make_tokenizer(template="{{ messages[0]['content'] }}{% if thinking %} hello{% endif %}")
-    assert Renderer(tokenizer, template_args={"thinking": True}).render(QUESTION).text == "What is 3 + 4 ? hello"
+    assert rendered(Renderer(tokenizer, template_args={"thinking": True})).text == "What is 3 + 4 ? hello"
 
 
 def test_prompt_without_tokens_is_refused(make_tokenizer):
     with pytest.raises(ConfigurationError, match="the prompt sums/1 has no tokens"):
-        Renderer(make_tokenizer(template="{{ '' }}")).render(QUESTION)
+        rendered(Renderer(make_tokenizer(template="{{ '' }}")))
 
 
 def test_completions_end_at_the_end_token_and_at_the_end_of_the_turn(make_tokenizer):
@@ -124,7 +131,7 @@ def test_smollm2_prompt_is_chatml():
     folder = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     renderer = Renderer(tokenizer, system="Answer with only the number.")
-    prompt = renderer.render(Row("a/1", "What is 3 + 4?", {}, "a"))
+    prompt = rendered(renderer, Row("a/1", "What is 3 + 4?", {}, "a"))
     assert prompt.text == (
         "<|im_start|>system\nAnswer with only the number.<|im_end|>\n"
         "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"

@@ -44,7 +44,7 @@ def test_answer_is_found_under_trls_and_verls_name_only(rows, found):
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"promt": "x"}, r"f, line 3: column `prompt` is missing; the row has promt\..*prompt_column; did you mean promt"),
+        ({"promt": "x"}, r"f, line 3: column `prompt` is missing; the row has promt\..*did you mean promt"),
         ({"prompt": ""}, "column `prompt` is empty"),
         ({"prompt": None}, "column `prompt` is empty"),
         ({"prompt": 7}, "column `prompt` is of type int"),

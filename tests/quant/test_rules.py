@@ -68,11 +68,19 @@ def test_the_experts_of_a_layer_are_siblings() -> None:
 
 
 def test_a_matrix_without_whole_groups_is_refused_by_name_unless_excepted() -> None:
-    modules = [("model.layers.0.self_attn.o_proj", (576, 576)), ("model.layers.0.mlp.down_proj", (576, 1536))]
-    with pytest.raises(ConfigurationError, match=r"self_attn\.o_proj: in_features 576"):
+    modules = [("model.layers.0.self_attn.o_proj", (576, 520)), ("model.layers.0.mlp.down_proj", (576, 1536))]
+    with pytest.raises(ConfigurationError, match=r"self_attn\.o_proj: in_features 520"):
         plan_schemes(modules, SCHEMES["w4a16"], QuantConfig())
     plan = plan_schemes(modules, SCHEMES["w4a16"], QuantConfig(rules={"*.o_proj": "none"}))
     assert list(plan.quantized) == ["model.layers.0.mlp.down_proj"]
+
+
+def test_a_width_without_whole_groups_of_128_gets_the_largest_smaller_group_and_the_account_says_so() -> None:
+    modules = [("layers.0.o_proj", (576, 576)), ("layers.0.down_proj", (576, 1536)), ("layers.0.q_proj", (96, 96))]
+    plan = plan_schemes(modules, SCHEMES["w4a16"], QuantConfig())
+    names = [scheme.name for scheme in plan.quantized.values()]
+    assert names == ["w4a16-g64", "w4a16", "w4a16-g32"]
+    assert "576 inputs are no multiple of 128, so in smaller groups" in plan.describe()
 
 
 def test_an_unknown_scheme_in_a_rule_is_refused_when_the_recipe_is_read() -> None:

@@ -8,11 +8,14 @@ from qarl.errors import ConfigurationError
 from qarl.rewards.gym import ReasoningGymScore
 
 
+def row_of(task: str) -> dict[str, object]:
+    library = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    return {"entry": library.create_dataset(task, seed=3, size=1)[0], "task": task, "task_config": {}}
+
+
 @pytest.fixture
 def row():
-    library = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    entry = library.create_dataset("basic_arithmetic", seed=3, size=1)[0]
-    return {"entry": entry, "task": "basic_arithmetic", "task_config": {}}
+    return row_of("basic_arithmetic")
 
 
 def test_the_tasks_verifier_scores_what_stands_in_the_last_tag(row, make_prompt, make_completion):
@@ -23,6 +26,12 @@ def test_the_tasks_verifier_scores_what_stands_in_the_last_tag(row, make_prompt,
     assert score(prompt, make_completion(f"<answer>{right}</answer> no, <answer>x</answer>")) < 1.0
     assert score(prompt, make_completion(right)) == 0.0
     assert ReasoningGymScore(tag="").score(prompt, make_completion(f" {right}\n")) == 1.0
+
+
+def test_no_tag_scores_nothing_even_where_the_verifier_rewards_any_answer(make_prompt, make_completion):
+    prompt = make_prompt(**row_of("fraction_simplification"))
+    assert ReasoningGymScore().score(prompt, make_completion("<answer>x</answer>")) == 0.01
+    assert ReasoningGymScore().score(prompt, make_completion("x")) == 0.0
 
 
 def test_row_of_another_source_is_refused(make_prompt, make_completion):

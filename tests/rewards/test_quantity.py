@@ -37,7 +37,7 @@ from qarl.rewards.quantity import Quantity, numbers_in, plain, quantity, same_qu
         ("2 dozen eggs", "24", "egg"),
         ("42 apples", "42", "apple"),
         ("42 apple", "42", "apple"),
-        (r"7\text{ cm}^2", None, ""),
+        (r"7\text{ cm}^2", "7", "cm2"),
         (r"7 \text{ cm}", "7", "cm"),
         ("9 m^2", "9", "m2"),
         ("60 km/h", "60", "km/h"),
@@ -45,17 +45,13 @@ from qarl.rewards.quantity import Quantity, numbers_in, plain, quantity, same_qu
     ],
 )
 def test_one_number_is_read(text, value, unit):
-    read = quantity(text)
-    if value is None:
-        assert read is None
-    else:
-        assert read == Quantity(Fraction(value), unit)
+    assert quantity(text) == Quantity(Fraction(value), unit)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "seven", "7 or 8", "7 and a half", "7, 8", "3 + 4", "2x", "2pi", r"2\pi", "5/0", "--5", "-$-5", "1,2,3", "12,34",
-     "9" * 101, "1e301", "1e99999", "x7", "7=7"],
+    ["", "seven", "7 or 8", "7 and a half", "7, 8", "3 + 4", "2x", "2pi", r"2\pi", "5/0", "--5", "-$-5", "1,2,3",
+     "12,34", "9" * 101, "1e301", "1e99999", "x7", "7=7"],
 )  # fmt: skip
 def test_anything_else_is_no_number(text):
     assert quantity(text) is None
@@ -77,15 +73,13 @@ def test_percentages_are_marked(text):
         ("a half is 1/2.", ["1/2"]),
         ("so...7", ["7"]),
         ("from .5 to 50%", [".5", "50%"]),
-        ("version 1.2.3", ["1.2", "3"]),
+        ("version 1.2.3", ["1.2"]),
         ("5 million or 6 millionaires", ["5 million", "6"]),
         (r"\frac{3}{4}", ["3/4"]),
         ("none", []),
     ],
 )
 def test_numbers_in_a_text_are_found_with_their_signs(text, numbers):
-    if text.startswith("version"):
-        numbers = ["1.2"]
     assert numbers_in(text) == numbers
 
 
@@ -99,7 +93,7 @@ def test_numbers_in_a_text_are_found_with_their_signs(text, numbers):
         ("50%", "5", False),
         ("5 km", "5", True),
         ("5 km", "5 m", False),
-        ("5 kms", "5 km", True),
+        ("5 miles", "5 mile", True),
         ("6/8", "0.75", True),
         ("0.33", "1/3", False),
     ],

@@ -90,7 +90,11 @@ def test_no_groups_no_rewards():
     assert Scorer([Answer()])([]) == []
 
 
-NEEDED = {"format": {"tags": ["answer"]}, "length": {"token_cost": 0.1}, "python": {"function": "m:f", "style": "trl"}}
+NEEDED: dict[str, dict[str, object]] = {
+    "format": {"tags": ["answer"]},
+    "length": {"token_cost": 0.1},
+    "python": {"function": "m:f", "style": "trl"},
+}
 
 
 @pytest.mark.parametrize("name", TERMS)

@@ -7,22 +7,21 @@ from pathlib import Path
 import torch
 
 from qarl.records import Completion, Group, GroupRewards, Prompt
-from qarl.roles import StepReport
 from qarl.tracking.completions import Completions
 
 
-def one_step(step: int) -> StepReport:
+def rollout(step: int) -> tuple[int, list[Group], list[GroupRewards]]:
     completion = Completion(
         torch.tensor([5, 2]), torch.tensor([-0.5, -0.25]), torch.tensor([step, step]), "stop", "sieben ✓"
     )
     cut = Completion(torch.tensor([9]), torch.tensor([-1.0]), torch.tensor([step]), "length", "se")
     group = Group(Prompt("sums/3", (1, 4), "3 + 4?", {"answer": "7"}), (completion, cut))
     rewards = GroupRewards(torch.tensor([1.5, math.nan]), {"answer": torch.tensor([1.0, math.nan])})
-    return StepReport(step, [group], [rewards], {})
+    return step, [group], [rewards]
 
 
 def test_a_line_holds_the_text_the_tokens_and_the_rewards(tmp_path: Path) -> None:
-    Completions(tmp_path / "completions", first_step=0).step(one_step(4))
+    Completions(tmp_path / "completions", first_step=0).rollout(*rollout(4))
     lines = (tmp_path / "completions" / "step-4.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0]) == {
         "prompt_id": "sums/3",
@@ -42,6 +41,6 @@ def test_a_line_holds_the_text_the_tokens_and_the_rewards(tmp_path: Path) -> Non
 def test_a_resumed_run_removes_the_files_of_steps_to_come(tmp_path: Path) -> None:
     first = Completions(tmp_path, first_step=0)
     for step in (1, 2, 10):
-        first.step(one_step(step))
+        first.rollout(*rollout(step))
     Completions(tmp_path, first_step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.jsonl"]

@@ -1,9 +1,9 @@
 """What a run says on a terminal and in a file."""
 
 import io
+import logging
 
-from qarl.roles import StepReport
-from qarl.tracking.console import Console, evaluation_line, step_line
+from qarl.tracking.console import Console, LogLines, evaluation_line, step_line
 
 METRICS = {
     "reward/mean": 0.421875,
@@ -33,11 +33,20 @@ def test_an_evaluation_s_line_names_the_set() -> None:
     assert evaluation_line(15, {"eval/held_out/pass@1": 0.925}) == "held-out after 15 steps  held_out/pass@1 0.925"
 
 
+def test_log_records_become_lines_of_the_console() -> None:
+    stream = io.StringIO()
+    record = logging.LogRecord("qarl", logging.INFO, "", 0, "saved %s", ("[step-2]",), None)
+    LogLines(Console(stream, first_step=0, steps=2)).emit(record)
+    assert stream.getvalue() == "saved [step-2]\n"
+
+
 def test_without_a_terminal_there_is_one_plain_line_a_step() -> None:
     stream = io.StringIO()
     console = Console(stream, first_step=0, steps=2)
+    console.open()
+    console.rolling_out(3, 8)
     for step in range(2):
-        console.step(StepReport(step, [], [], METRICS))
+        console.step(step, METRICS)
     console.close()
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]

@@ -1,11 +1,11 @@
 """The fan-out: what one tracker does wrong must reach neither the run nor the other trackers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from qarl.roles import StepReport
+from qarl.records import Group, GroupRewards
 from qarl.tracking import Trackers
 
 
@@ -13,8 +13,11 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def step(self, report: StepReport) -> None:
-        self.seen.append(f"step {report.step}")
+    def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+        self.seen.append(f"rollout {step}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.seen.append(f"step {step}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.seen.append(f"evaluation {step}")
@@ -24,8 +27,8 @@ class Recorder:
 
 
 class Failing(Recorder):
-    def step(self, report: StepReport) -> None:
-        super().step(report)
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
         raise OSError("disk full")
 
 
@@ -34,7 +37,7 @@ def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: py
     trackers = Trackers([failing, healthy])
     with caplog.at_level(logging.ERROR, logger="qarl"):
         for step in range(3):
-            trackers.step(StepReport(step, [], [], {}))
+            trackers.step(step, {})
     trackers.close()
     assert failing.seen == ["step 0"]
     assert healthy.seen == ["step 0", "step 1", "step 2", "close"]
@@ -44,14 +47,16 @@ def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: py
 
 def test_an_interruption_is_not_a_tracker_s_failure() -> None:
     class Interrupting(Recorder):
-        def step(self, report: StepReport) -> None:
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trackers([Interrupting()]).step(StepReport(0, [], [], {}))
+        Trackers([Interrupting()]).step(0, {})
 
 
-def test_evaluations_reach_every_tracker() -> None:
+def test_rollouts_and_evaluations_reach_every_tracker() -> None:
     first, second = Recorder(), Recorder()
-    Trackers([first, second]).evaluation(5, {})
-    assert first.seen == second.seen == ["evaluation 5"]
+    trackers = Trackers([first, second])
+    trackers.rollout(4, [], [])
+    trackers.evaluation(5, {})
+    assert first.seen == second.seen == ["rollout 4", "evaluation 5"]

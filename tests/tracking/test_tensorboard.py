@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qarl.roles import StepReport
 from qarl.tracking.tensorboard import TensorBoard
 
 
@@ -18,8 +17,8 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_metrics_and_evaluations_become_scalars(tmp_path: Path) -> None:
     writer = TensorBoard(tmp_path, first_step=0)
     writer.evaluation(0, {"eval/held_out/pass@1": 0.125})
-    writer.step(StepReport(0, [], [], {"reward/mean": 0.5, "eval/held_out/pass@1": 0.125}))
-    writer.step(StepReport(1, [], [], {"reward/mean": 0.75}))
+    writer.step(0, {"reward/mean": 0.5, "eval/held_out/pass@1": 0.125})
+    writer.step(1, {"reward/mean": 0.75})
     writer.close()
     assert scalars(tmp_path, "reward/mean") == [(0, 0.5), (1, 0.75)]
     assert scalars(tmp_path, "eval/held_out/pass@1") == [(0, 0.125)]
@@ -28,9 +27,9 @@ def test_metrics_and_evaluations_become_scalars(tmp_path: Path) -> None:
 def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     first = TensorBoard(tmp_path, first_step=0)
     for step in range(4):
-        first.step(StepReport(step, [], [], {"reward/mean": float(step)}))
+        first.step(step, {"reward/mean": float(step)})
     first.close()
     resumed = TensorBoard(tmp_path, first_step=2)
-    resumed.step(StepReport(2, [], [], {"reward/mean": 9.0}))
+    resumed.step(2, {"reward/mean": 9.0})
     resumed.close()
     assert scalars(tmp_path, "reward/mean") == [(0, 0.0), (1, 1.0), (2, 9.0)]

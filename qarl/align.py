@@ -1,0 +1,218 @@
+"""`qarl align`: sample with the engine, score the same tokens with the learner, and say how far they disagree.
+
+A second pass runs the engine's decode path over the sampled tokens and compares hidden states layer by layer, so
+that a disagreement points at its layer. Shape letters: B sequences, T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl.build import System, build
+from qarl.learner.batch import MicroBatch, Sample, Share, micro_batches
+from qarl.learner.learner import LocalLearner
+from qarl.learner.mismatch import mismatch_metrics
+from qarl.metrics import Metrics, merge, values
+from qarl.models.decoder import Decoder
+from qarl.ops.head import logits
+from qarl.recipe import parse_recipe
+from qarl.records import Completion, Group, Sampling
+from qarl.rollout.native import NativeEngine, Progress, Rollout, make_requests
+from qarl.rollout.request import Request
+
+LENGTHS = (32, 128, 512)
+"""Completion lengths that rounds of sampling take in turn; none stops early, so that all are reached."""
+
+GROUPS, GROUP_SIZE = 4, 4
+"""Prompts of a round, and completions of each: prompts are shared, batches are mixed."""
+
+
+@dataclass(slots=True)
+class LayerGap:
+    """How far one layer's outputs are apart over the decoded tokens."""
+
+    max_abs: float = 0.0
+    equal: int = 0
+    elements: int = 0
+
+    def add(self, engine_BD: Tensor, learner_BD: Tensor) -> None:
+        self.max_abs = max(self.max_abs, float((engine_BD - learner_BD).abs().max()))
+        self.equal += int((engine_BD == learner_BD).sum())
+        self.elements += engine_BD.numel()
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was measured so far."""
+
+    layers: list[LayerGap]
+    tokens: int = 0
+    argmax_flips: int = 0
+    mismatch: list[Metrics] = field(default_factory=list)
+
+
+def align(
+    model: str, scheme: str, tokens: int, kv: str, alignment: str, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Compare at least `tokens` sampled tokens; returns the contract's keys, `per_layer` in the order of the layers.
+
+    `level` is what was measured: `exact` when every log-probability has the same bits, else `codes`; `none` where
+    that alignment was asked for.
+    """
+    system = build(parse_recipe(_recipe(model, scheme, kv, alignment), "qarl align"))
+    engine, learner = system.cast.engine, system.cast.learner
+    assert isinstance(engine, NativeEngine) and isinstance(learner, LocalLearner)
+    engine.load(learner.publish())
+    findings = Findings([LayerGap() for _ in learner.decoder.layers])
+    step = 0
+    while findings.tokens < tokens:
+        for group in _sample(system, engine, LENGTHS[step % len(LENGTHS)], step, tokens - findings.tokens):
+            _compare(engine, learner, group, findings)
+            if progress is not None:
+                progress(min(findings.tokens, tokens), tokens)
+        step += 1
+    return _report(findings, alignment)
+
+
+def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "scheme": scheme,
+        "alignment": alignment,
+        "group_size": GROUP_SIZE,
+        "prompts": {"type": "arithmetic", "maximum": 999},
+        "rewards": [{"type": "answer"}],
+        "engine": {"type": "native", "kv_cache": kv},
+        # Only so that the model's context is not asked for more than it has; rounds set their own length.
+        "sampling": {"max_new_tokens": LENGTHS[0]},
+    }
+
+
+def _sample(system: System, engine: NativeEngine, length: int, step: int, wanted: int) -> list[Group]:
+    prompts = system.cast.prompts.take(step, GROUPS)
+    room = engine.decoder.config.max_position_embeddings - max(len(p.token_ids) for p in prompts)
+    length = min(length, room)
+    needed = -(-wanted // (length * GROUP_SIZE))
+    sampling = Sampling(temperature=1.0, max_new_tokens=length, stop_token_ids=())
+    return engine.generate(prompts[:needed], GROUP_SIZE, sampling, seed=(0, step))
+
+
+@torch.no_grad()
+def _compare(engine: NativeEngine, learner: LocalLearner, group: Group, findings: Findings) -> None:
+    samples = tuple(Sample(completion, 0.0) for completion in group.completions)
+    budget = learner.config.micro_batch_tokens
+    for micro, share in _micro_batches(Share(group.prompt, samples), budget):
+        with _layer_outputs(learner.decoder) as learner_layers:
+            scored = learner.logprobs(micro)[0]
+            outputs_LTD = list(learner_layers)
+        findings.mismatch.append(mismatch_metrics(scored, micro.engine_BL[micro.mask_BL]))
+        best = _argmax(learner.decoder, outputs_LTD[-1][micro.scored_rows_S], learner.config.head_chunk_tokens)
+        completions = [sample.completion for sample in share.samples]
+        _Replay(engine, share, completions, outputs_LTD, micro, best, findings).run()
+        findings.tokens += len(micro.targets_S)
+
+
+def _micro_batches(share: Share, budget: int) -> list[tuple[MicroBatch, Share]]:
+    """One micro-batch per sample that does not fit with its siblings, each with the samples it holds."""
+    found: list[tuple[MicroBatch, Share]] = []
+    rest = list(share.samples)
+    for micro in micro_batches([share], budget):
+        count = len(micro.advantages_B)
+        found.append((micro, Share(share.prompt, tuple(rest[:count]))))
+        rest = rest[count:]
+    return found
+
+
+def _argmax(decoder: Decoder, hidden_TD: Tensor, chunk: int) -> Tensor:
+    return torch.cat([logits(decoder.head(), rows).argmax(-1) for rows in hidden_TD.split(chunk)])
+
+
+class _layer_outputs:
+    """Collects every layer's output of the forward passes inside the block; the newest pass only."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.outputs: list[Tensor] = []
+
+    def __enter__(self) -> list[Tensor]:
+        def keep(module: torch.nn.Module, _: Any, output: Tensor) -> None:
+            if module is self.decoder.layers[0]:
+                self.outputs.clear()
+            self.outputs.append(output)
+
+        self.handles = [layer.register_forward_hook(keep) for layer in self.decoder.layers]
+        return self.outputs
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Replay(Rollout):
+    """The engine's own decode steps over tokens already sampled, compared with what the learner computed for them."""
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        share: Share,
+        completions: Sequence[Completion],
+        learner_LTD: Sequence[Tensor],
+        micro: MicroBatch,
+        learner_argmax_S: Tensor,
+        findings: Findings,
+    ) -> None:
+        longest = max(len(completion) for completion in completions)
+        sampling = Sampling(temperature=1.0, max_new_tokens=longest, stop_token_ids=())
+        cache = engine.cache_for([share.prompt], len(completions), sampling)
+        super().__init__(engine, sampling, len(completions), cache)
+        self.share = share
+        self.completions = completions
+        self.learner_LTD = learner_LTD
+        self.findings = findings
+        counts = [len(completion) for completion in completions]
+        self.rows = micro.scored_rows_S.split(counts)
+        self.learner_argmax = learner_argmax_S.split(counts)
+        self.engine_LBD: list[Tensor] = []
+
+    def run(self) -> None:
+        requests = make_requests([self.share.prompt], len(self.completions), seed=(0,))
+        with _layer_outputs(self.decoder) as self.engine_LBD:
+            self.all(requests)
+
+    def _sample(self, requests: Sequence[Request], hidden_BD: Tensor) -> None:
+        """Take the tokens that were sampled before; every request is at the same time step."""
+        times = [len(request.token_ids) for request in requests]
+        rows = torch.stack([self.rows[r.index][t] for r, t in zip(requests, times, strict=True)])
+        if times[0] > 0:  # the first token comes from the prompt's forward, whose rows are laid out otherwise
+            for gap, engine_BD, learner_TD in zip(self.findings.layers, self.engine_LBD, self.learner_LTD, strict=True):
+                gap.add(engine_BD, learner_TD[rows])
+        best = logits(self.decoder.head(), hidden_BD).argmax(-1)
+        theirs = torch.stack([self.learner_argmax[r.index][t] for r, t in zip(requests, times, strict=True)])
+        self.findings.argmax_flips += int((best != theirs).sum())
+        for request, t in zip(requests, times, strict=True):
+            completion = self.completions[request.index]
+            token, logprob = int(completion.token_ids[t]), float(completion.engine_logprobs[t])
+            request.take(token, logprob, (), len(completion))
+
+
+def _report(findings: Findings, alignment: str) -> dict[str, Any]:
+    measured = values(merge(findings.mismatch))
+    equal = measured["mismatch/bit_equal"]
+    return {
+        "level": "none" if alignment == "none" else "exact" if equal == 1.0 else "codes",
+        "tokens": findings.tokens,
+        "max_abs_logprob_diff": measured["mismatch/max_abs"],
+        "mean_abs_logprob_diff": measured["mismatch/mean_abs"],
+        "k3_kl": measured["mismatch/k3"],
+        "bit_equal_fraction": equal,
+        "argmax_flips": findings.argmax_flips,
+        "per_layer": [
+            {"layer": i, "max_abs_diff": gap.max_abs, "bit_equal_fraction": gap.equal / max(gap.elements, 1)}
+            for i, gap in enumerate(findings.layers)
+        ],
+    }

@@ -1,0 +1,162 @@
+"""What every engine must hold; a new one gets these tests for a line in the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qarl.errors import ConfigurationError, RunError
+from qarl.records import Completion, Group, Prompt, Snapshot
+from qarl.roles import Engine
+
+ENGINES: dict[str, Callable[[Any, Snapshot | None], Engine]] = {
+    "native": lambda small, snapshot: small.engine(snapshot),
+    "native, one at a time": lambda small, snapshot: small.engine(snapshot, max_concurrency=1, prefill_tokens=4),
+    "native, short of memory": lambda small, snapshot: small.engine(snapshot, kv_bytes=3 * 32768),
+}
+every_engine = pytest.mark.parametrize("engine_of", ENGINES.values(), ids=ENGINES.keys())
+
+LENGTHS = (5, 40, 9)
+SEED = (3, 8)
+
+
+def completions(groups: list[Group]) -> list[Completion]:
+    return [completion for group in groups for completion in group.completions]
+
+
+def tokens(groups: list[Group]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions(groups)]
+
+
+def assert_same(found: list[Group], expected: list[Group]) -> None:
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(completions(found), completions(expected), strict=True):
+        assert torch.equal(one.engine_logprobs, other.engine_logprobs)
+
+
+@every_engine
+def test_a_group_for_every_prompt_in_order_and_every_record_is_whole(small, engine_of):
+    prompts = small.prompts(*LENGTHS)
+    groups = engine_of(small, small.learner().publish()).generate(prompts, 4, small.sampling, SEED)
+    assert [group.prompt for group in groups] == prompts
+    assert [len(group.completions) for group in groups] == [4, 4, 4]
+    for completion in completions(groups):
+        assert 1 <= len(completion) <= small.sampling.max_new_tokens
+        assert len(completion.engine_logprobs) == len(completion.versions) == len(completion)
+        assert (completion.token_ids.dtype, completion.versions.dtype) == (torch.int64, torch.int64)
+        assert completion.engine_logprobs.dtype == torch.float32
+        assert bool((completion.engine_logprobs <= 0).all()) and bool(completion.engine_logprobs.isfinite().all())
+        assert int(completion.token_ids.min()) >= 0 and int(completion.token_ids.max()) < small.sampleable
+        assert completion.text == str(completion.token_ids.tolist())
+
+
+@every_engine
+@pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
+def test_logprobs_belong_to_the_tokens_returned(small, engine_of, scheme: str):
+    learner = small.learner(scheme)
+    for group in engine_of(small, learner.publish()).generate(small.prompts(*LENGTHS), 3, small.sampling, SEED):
+        for completion in group.completions:
+            predicted = small.predicted(learner.decoder, group.prompt, completion).double()
+            expected = (
+                (predicted / small.sampling.temperature).log_softmax(-1).gather(-1, completion.token_ids[:, None])[:, 0]
+            )
+            torch.testing.assert_close(completion.engine_logprobs.double(), expected, rtol=0, atol=1e-5)
+
+
+@every_engine
+def test_the_same_seed_gives_the_same_completions_and_another_one_others(small, engine_of):
+    snapshot, prompts = small.learner().publish(), small.prompts(*LENGTHS)
+    engine = engine_of(small, snapshot)
+    first = engine.generate(prompts, 4, small.sampling, SEED)
+    engine.generate(prompts[:1], 2, small.sampling, (99, 0))
+    assert_same(engine.generate(prompts, 4, small.sampling, SEED), first)
+    assert_same(engine_of(small, snapshot).generate(prompts, 4, small.sampling, SEED), first)
+    for other in ((4, 8), (3, 9)):
+        assert tokens(engine.generate(prompts, 4, small.sampling, other)) != tokens(first)
+    assert len({tuple(ids) for ids in tokens(first[:1])}) > 1
+
+
+@every_engine
+def test_batch_mates_do_not_matter(small, engine_of):
+    engine, prompts = engine_of(small, small.learner("w8a8-int8").publish()), small.prompts(*LENGTHS)
+    together = engine.generate(prompts, 3, small.sampling, SEED)
+    assert_same(engine.generate(prompts[::-1], 3, small.sampling, SEED), together[::-1])
+    for prompt, group in zip(prompts, together, strict=True):
+        assert_same(engine.generate([prompt], 3, small.sampling, SEED), [group])
+
+
+@every_engine
+def test_after_load_the_new_version_is_served_and_written_on_every_token(small, engine_of):
+    engine, prompts = engine_of(small, small.learner().publish()), small.prompts(*LENGTHS)
+    old = engine.generate(prompts, 2, small.sampling, SEED)
+    assert engine.version == 0
+    assert all(completion.versions.tolist() == [0] * len(completion) for completion in completions(old))
+    new = dataclasses.replace(small.learner(seed=1).publish(), version=7)
+    engine.load(new)
+    assert engine.version == 7
+    found = engine.generate(prompts, 2, small.sampling, SEED)
+    assert all(completion.versions.tolist() == [7] * len(completion) for completion in completions(found))
+    assert_same(found, engine_of(small, new).generate(prompts, 2, small.sampling, SEED))
+    assert tokens(found) != tokens(old)
+
+
+@every_engine
+def test_a_snapshot_that_is_not_what_was_published_is_refused(small, engine_of):
+    snapshot, prompts = small.learner("w8a8-int8").publish(), small.prompts(*LENGTHS)
+    engine = engine_of(small, snapshot)
+    before = engine.generate(prompts, 2, small.sampling, SEED)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    codes = snapshot.tensors[name].clone()
+    codes[0, 0] ^= 1
+    damaged = dataclasses.replace(snapshot, version=1, tensors={**snapshot.tensors, name: codes}, operands=None)
+    with pytest.raises(RunError, match="version 1"):
+        engine.load(damaged)
+    assert engine.version == 0
+    assert_same(engine.generate(prompts, 2, small.sampling, SEED), before)
+
+
+@every_engine
+def test_a_completion_stops_at_a_stop_token_and_at_the_limit(small, engine_of):
+    sampling = dataclasses.replace(small.sampling, stop_token_ids=tuple(range(10)), max_new_tokens=6)
+    groups = engine_of(small, small.learner().publish()).generate(small.prompts(*LENGTHS), 12, sampling, SEED)
+    ended = {reason: [c for c in completions(groups) if c.finish_reason == reason] for reason in ("stop", "length")}
+    assert ended["stop"] and ended["length"]
+    assert len(ended["stop"]) + len(ended["length"]) == 36
+    for completion in completions(groups):
+        stops = [token in sampling.stop_token_ids for token in completion.token_ids.tolist()]
+        assert not any(stops[:-1])
+        assert stops[-1] == (completion.finish_reason == "stop")
+    assert {len(completion) for completion in ended["length"]} == {6}
+
+
+@every_engine
+def test_greedy_is_the_likeliest_token_each_time(small, engine_of):
+    learner = small.learner("w8a8-int8")
+    sampling = dataclasses.replace(small.sampling, temperature=0.0, stop_token_ids=())
+    for group in engine_of(small, learner.publish()).generate(small.prompts(*LENGTHS), 2, sampling, SEED):
+        for completion in group.completions:
+            predicted = small.predicted(learner.decoder, group.prompt, completion)
+            assert torch.equal(predicted.argmax(-1), completion.token_ids)
+
+
+@every_engine
+def test_what_cannot_be_completed_is_refused_by_the_prompts_name(small, engine_of):
+    engine = engine_of(small, small.learner().publish())
+    for prompt in (Prompt("nothing", (), "", {}), Prompt("long", (1,) * small.config.max_position_embeddings, "", {})):
+        with pytest.raises(ConfigurationError, match=f"prompt {prompt.id}:"):
+            engine.generate([*small.prompts(3), prompt], 2, small.sampling, SEED)
+
+
+@every_engine
+def test_its_readings_are_numbers(small, engine_of):
+    engine = engine_of(small, small.learner().publish())
+    engine.generate(small.prompts(*LENGTHS), 2, small.sampling, SEED)
+    readings = {name: metric.value() for name, metric in engine.metrics().items()}
+    assert all(name.startswith(("perf/", "engine/")) for name in readings)
+    assert all(math.isfinite(value) for value in readings.values())
+    assert 0.0 <= readings["perf/bubble"] < 1.0

@@ -1,0 +1,266 @@
+"""What every operation that engine and learner share must hold; a new one is refused until it is in the table.
+
+The law: the bits of a row do not depend on its batch nor on the number of threads. And its counterpart: one last
+bit of any operation, changed in the engine alone, ends the agreement of engine and learner, so a check of that
+agreement can fail.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qarl.learner.batch import Sample, Share, pack
+from qarl.learner.config import LearnerConfig
+from qarl.learner.learner import score
+from qarl.models.decoder import Decoder
+from qarl.models.names import TINY_CONFIG
+from qarl.ops import library
+from qarl.ops.cpu import CpuKernels
+from qarl.ops.kernels import using
+from qarl.ops.reference import ReferenceKernels, Scores, Spans
+from qarl.quant import QuantConfig, plan_schemes, scheme_named
+from qarl.records import Group, Prompt, Sampling
+from qarl.rollout.config import NativeEngineConfig
+from qarl.rollout.native import NativeEngine
+from qarl.sync.snapshot import operands_of, take_snapshot
+
+ROWS, WIDTH, OUT = 30, 600, 1100
+"""Wide enough that every kernel divides its work among threads, and no multiple of a vector or a panel."""
+HEADS, KV_HEADS, DIM, STORE = 6, 2, 40, 64
+
+Operation = Callable[[ReferenceKernels, Tensor], tuple[Tensor, ...]]
+"""Computes the given rows of a fixed batch of `ROWS`; each output has one row for each."""
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuKernels:
+    loaded = library.load()
+    if loaded is None:
+        pytest.skip(f"no C kernels here: {library.built().reason}")
+    return CpuKernels(loaded)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def codes(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+
+X, GATE_UP, LOGITS = normal(ROWS, WIDTH), normal(ROWS, 2 * WIDTH) * 3, normal(ROWS, OUT) * 3
+GAIN, BIAS, RESIDUAL = normal(WIDTH, seed=1), normal(OUT, seed=2), normal(ROWS, OUT, seed=3)
+ROW_SCALES, COLUMN_SCALES = normal(ROWS, seed=4).abs() * 1e-2, normal(OUT, seed=5).abs() * 1e-2
+CODES, WEIGHT_CODES, WEIGHT = codes(ROWS, WIDTH), codes(OUT, WIDTH, seed=1), normal(OUT, WIDTH, seed=6)
+ACCUMULATOR = (CODES.long() @ WEIGHT_CODES.long().t()).int()
+TARGETS, UNIFORMS = torch.arange(ROWS) * 7, (torch.arange(ROWS) + 0.5) / ROWS
+ANGLES = normal(200, DIM // 2, seed=7)
+QKV = normal(ROWS, (HEADS + 2 * KV_HEADS) * DIM, seed=8)
+GAINS = (normal(DIM, seed=9), normal(DIM, seed=10))
+QUERIES, KEYS, VALUES = (
+    normal(n, h, DIM, seed=11 + n) for n, h in ((ROWS, HEADS), (STORE, KV_HEADS), (STORE, KV_HEADS))
+)
+
+
+def prefix_and_two_suffixes(rows: Tensor) -> Spans:
+    """Queries 0 to 9 are a prompt; 10 to 19 and 20 to 29 continue it, the second in two pieces."""
+    tensors = ([0, 1, 3, 6], [0, 0, 20, 0, 50, 33], [10, 10, 10, 10, 4, 6])
+    pointers, starts, lengths = map(torch.tensor, tensors)
+    sequences = torch.arange(ROWS) // 10
+    visible = torch.cat([torch.arange(1, 11), torch.arange(11, 21), torch.arange(11, 21)])
+    whole = torch.tensor([0, len(rows)])
+    return Spans(sequences[rows], visible[rows], pointers, starts, lengths, whole, int(visible[rows].max()))
+
+
+def split_rotate(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    keys, values = (torch.zeros(len(rows), KV_HEADS, DIM) for _ in range(2))
+    slots = torch.arange(len(rows)).flip(0)
+    q = k.split_rotate(QKV[rows], rows * 6, slots, ANGLES.cos(), ANGLES.sin(), GAINS, 1e-6, HEADS, keys, values)
+    return q, keys.flip(0), values.flip(0)
+
+
+def token_logprobs(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    scores = k.token_logprobs(LOGITS[rows], TARGETS[rows], 1 / 0.7)
+    return scores.logprobs, scores.shifts, scores.sums, scores.entropies
+
+
+def softmax(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    scores = k.token_logprobs(LOGITS[rows], TARGETS[rows], 1 / 0.7)
+    return (k.softmax_(LOGITS[rows], scores.shifts, scores.sums, 1 / 0.7),)
+
+
+ROWWISE: dict[str, Operation] = {
+    "rms_norm": lambda k, rows: (k.rms_norm(X[rows], GAIN, 1e-6),),
+    "rms_norm_quantize": lambda k, rows: k.rms_norm_quantize(X[rows], GAIN, 1e-6),
+    "quantize_rows": lambda k, rows: k.quantize_rows(X[rows]),
+    "gated": lambda k, rows: (k.gated(GATE_UP[rows]),),
+    "gated_quantize": lambda k, rows: k.gated_quantize(GATE_UP[rows]),
+    "int8_matmul": lambda k, rows: (
+        k.int8_matmul(CODES[rows], ROW_SCALES[rows], WEIGHT_CODES, COLUMN_SCALES, BIAS, RESIDUAL[rows]),
+    ),
+    "dequantize": lambda k, rows: (
+        k.dequantize(ACCUMULATOR[rows], ROW_SCALES[rows], COLUMN_SCALES, BIAS, RESIDUAL[rows]),
+    ),
+    "matmul": lambda k, rows: (k.matmul(X[rows], k.pack(WEIGHT), OUT, None, None, BIAS, RESIDUAL[rows]),),
+    "split_rotate": split_rotate,
+    "attention": lambda k, rows: k.attention(QUERIES[rows], KEYS, VALUES, prefix_and_two_suffixes(rows), 0.3),
+    "token_logprobs": token_logprobs,
+    "softmax_": softmax,
+    "sample": lambda k, rows: k.sample(LOGITS[rows], UNIFORMS[rows], 1 / 0.7),
+}
+NO_ROWS = {
+    "pack": "lays out a weight",
+    "unpack": "lays out a weight",
+    "attention_backward": "sums over queries; the engine has no gradient",
+}
+every_operation = pytest.mark.parametrize("name", ROWWISE)
+ALL = torch.arange(ROWS)
+
+
+def test_every_operation_is_in_the_table():
+    public = {name for name, _ in inspect.getmembers(ReferenceKernels, inspect.isfunction) if not name.startswith("_")}
+    assert public == set(ROWWISE) | set(NO_ROWS)
+    assert not set(ROWWISE) & set(NO_ROWS)
+
+
+@every_operation
+def test_a_rows_bits_do_not_depend_on_its_batch(cpu: CpuKernels, name):
+    whole = ROWWISE[name](cpu, ALL)
+    assert all(len(output) == ROWS for output in whole)
+    batches = [ALL[i : i + 1] for i in range(ROWS)] + [ALL[:size] for size in range(2, ROWS)]
+    batches += [ALL.flip(0), ALL[3::7], torch.tensor([29, 0, 29, 13])]
+    for rows in batches:
+        for part, output in zip(ROWWISE[name](cpu, rows), whole, strict=True):
+            assert torch.equal(part, output[rows]), f"rows {rows.tolist()}"
+
+
+@every_operation
+def test_a_rows_bits_do_not_depend_on_the_number_of_threads(cpu: CpuKernels, name):
+    one = ROWWISE[name](cpu, ALL)
+    torch.set_num_threads(2)
+    two = ROWWISE[name](cpu, ALL)
+    assert cpu.library.omp_get_max_threads() == 2
+    assert all(map(torch.equal, one, two))
+
+
+def test_the_gradient_of_attention_does_not_depend_on_the_number_of_threads(cpu: CpuKernels):
+    spans = replace(prefix_and_two_suffixes(ALL), families=torch.tensor([0, ROWS]))
+    out, lse = cpu.attention(QUERIES, KEYS, VALUES, spans, 0.3)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(cpu.attention_backward(out, QUERIES, KEYS, VALUES, out, lse, spans, 0.3))
+    assert all(map(torch.equal, *found))
+
+
+@every_operation
+def test_the_kernel_computes_what_the_reference_defines(cpu: CpuKernels, name):
+    for found, defined in zip(ROWWISE[name](cpu, ALL), ROWWISE[name](ReferenceKernels(), ALL), strict=True):
+        assert found.dtype == defined.dtype
+        # A value at the edge between two codes may fall to either side, one code off.
+        off = {"atol": 1, "rtol": 0} if found.dtype == torch.int8 else {"atol": 2e-4, "rtol": 1e-5}
+        torch.testing.assert_close(found, defined, **off)
+        assert found.double().std() > 1e-3
+
+
+# ------------------------------------------------------------------------------------- one last bit, engine only
+
+CONFIG = replace(TINY_CONFIG, family="qwen3", qk_norm=True)
+PROMPTS = [Prompt(str(i), tuple(range(3 + i, 40 + 9 * i, 4)), "", {}) for i in range(2)]
+
+
+class LastBit(CpuKernels):
+    """The kernels, but in one operation the last element of every output row is the next number up."""
+
+    def __init__(self, kernels: CpuKernels, operation: str) -> None:
+        super().__init__(kernels.library)
+        self.calls = 0
+        exact: Callable[..., Any] = getattr(kernels, operation)
+
+        def nudged(*args: Any) -> Any:
+            self.calls += 1
+            result = exact(*args)
+            output = main_output(result)
+            last_T = output.view(len(output), -1)[:, -1]
+            last_T.copy_(torch.nextafter(last_T, torch.tensor(math.inf)))
+            return result
+
+        setattr(self, operation, nudged)
+
+
+def main_output(result: Tensor | Scores | tuple[Tensor, Tensor]) -> Tensor:
+    """The output proper; of codes and scales the scales, of tokens and log-probabilities the latter."""
+    if isinstance(result, Scores):
+        return result.logprobs
+    return result if isinstance(result, Tensor) else next(part for part in result if part.is_floating_point())
+
+
+def rollout_and_score(scheme: str, temperature: float, engine_kernels: ReferenceKernels) -> tuple[Tensor, Tensor]:
+    """The engine's log-probabilities of what it samples with these kernels, and the learner's of the same tokens."""
+    torch.manual_seed(0)
+    decoder = Decoder(CONFIG)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    plan = plan_schemes(decoder.matrices(), scheme_named(scheme), QuantConfig())
+    snapshot = take_snapshot(decoder, plan.quantized, version=0)
+    decoder.serve(operands_of(decoder, snapshot))
+    engine = NativeEngine(NativeEngineConfig(max_concurrency=3), CONFIG, CONFIG.vocab_size, decode=str)
+    engine.load(snapshot)
+    with using(engine_kernels):
+        groups = engine.generate(PROMPTS, 2, Sampling(temperature, max_new_tokens=6), (0,))
+    return scored(decoder, groups, temperature or 1.0)
+
+
+def scored(decoder: Decoder, groups: list[Group], temperature: float) -> tuple[Tensor, Tensor]:
+    shares = [Share(group.prompt, tuple(Sample(c, 1.0) for c in group.completions)) for group in groups]
+    micro = pack(shares)
+    with torch.no_grad():
+        found = score(decoder, micro, temperature, LearnerConfig(), False)
+    return micro.engine_BL[micro.mask_BL], found[0]
+
+
+@pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_engine_and_learner_agree_to_the_bit(cpu: CpuKernels, scheme, temperature):
+    engine, learner = rollout_and_score(scheme, temperature, cpu)
+    assert len(engine) == 24
+    assert torch.equal(engine, learner)
+
+
+SERVED_BY = {
+    "rms_norm": "none",
+    "gated": "none",
+    "matmul": "none",
+    "split_rotate": "none",
+    "attention": "none",
+    "sample": "none",
+    "token_logprobs": "none",
+    "rms_norm_quantize": "w8a8-int8",
+    "quantize_rows": "w8a8-int8",
+    "gated_quantize": "w8a8-int8",
+    "int8_matmul": "w8a8-int8",
+    "dequantize": "w8a8-int8",
+}
+"""Every operation of the engine, and a scheme whose forward calls it."""
+
+
+def test_every_operation_of_the_engine_is_tried():
+    assert set(SERVED_BY) == set(ROWWISE) - {"softmax_"}, "the backward pass alone has a softmax"
+
+
+@pytest.mark.parametrize(("name", "scheme"), SERVED_BY.items())
+def test_one_last_bit_changed_in_the_engine_alone_is_seen(cpu: CpuKernels, name, scheme):
+    changed = LastBit(cpu, name)
+    engine, learner = rollout_and_score(scheme, 0.0 if name == "token_logprobs" else 0.8, changed)
+    assert changed.calls > 0
+    assert not torch.equal(engine, learner)
+    torch.testing.assert_close(engine, learner, rtol=0.1, atol=0.5)

@@ -1,0 +1,411 @@
+"""The C kernels, one by one: rounding to the bit against its definition, the rest against float64.
+
+What all of them have in common is in `tests/contracts/test_every_operation.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qarl.ops.cpu import CpuKernels
+from qarl.ops.reference import Spans, visible_rows
+from qarl.quant.formats import INT4, INT8
+from qarl.quant.qtensor import quantize_rows
+
+WIDTHS = (1, 15, 16, 17, 576, 1000)
+EPS = 2.0**-24
+"""Half a unit in the last place of 1: what one fp32 operation may be off, relatively."""
+
+every_width = pytest.mark.parametrize("width", WIDTHS)
+
+
+def within(actual: Tensor, exact: Tensor, bound: Tensor | float) -> bool:
+    """Whether every element is as near to its float64 value as `bound` says, and is a number."""
+    assert actual.dtype == torch.float32 and exact.dtype == torch.float64
+    assert actual.shape == exact.shape
+    return bool(((actual.double() - exact).abs() <= bound).all())
+
+
+# ---------------------------------------------------------------------------------------------- rounding
+
+
+def awkward_rows(width: int) -> Tensor:
+    """Rows of every magnitude, all zero, all tiny, at the edges of fp32, and made of ties."""
+    x = torch.randn(64, width) * torch.exp2(torch.randint(-95, 90, (64, 1)).float())
+    x[1] = 0.0
+    x[2] = torch.randn(width) * 2.0**-110
+    x[3] = 2.0**-100
+    x[4] = math.nextafter(2.0**-100, 0.0)
+    x[5] = torch.randn(width).sign() * torch.finfo(torch.float32).max
+    x[6] = torch.randn(width) * 2.0**-140  # denormal
+    x[7] = torch.randint(-126, 126, (width,)) + 0.5
+    x[7, 0] = 127.0  # so that the scale is 1 and the rest are ties
+    return x
+
+
+@pytest.mark.parametrize("grid", [INT8, INT4], ids=lambda grid: grid.name)
+@every_width
+def test_codes_and_scales_are_those_of_the_definition_to_the_bit(cpu: CpuKernels, width, grid):
+    x = awkward_rows(width)
+    codes, scales = cpu.quantize_rows(x, grid)
+    expected_codes, expected_scales = quantize_rows(x, grid)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(scales, expected_scales)
+    assert codes.abs().max() == grid.largest
+
+
+def test_any_bits_are_rounded_as_the_definition_does(cpu: CpuKernels):
+    bits = torch.randint(-(2**31), 2**31, (400, 37)).to(torch.int32)
+    x = bits.view(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    for rows in (x, x * 2.0**-60, x.sign() * x.abs().sqrt()):
+        assert all(map(torch.equal, cpu.quantize_rows(rows), quantize_rows(rows, INT8)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every_width
+def test_a_row_that_is_not_finite_gets_scale_nan_wherever_the_bad_value_stands(cpu: CpuKernels, width, bad):
+    for place in {0, width // 2, width - 1}:
+        x = torch.randn(3, width)
+        x[1, place] = bad
+        codes, scales = cpu.quantize_rows(x)
+        assert scales.isnan().tolist() == [False, True, False]
+        assert not codes[1].any()
+        _, scales = cpu.rms_norm_quantize(x, torch.ones(width), 1e-6)
+        assert scales.isnan().tolist() == [False, True, False]
+        _, scales = cpu.gated_quantize(torch.cat([torch.ones(3, width), x], 1))
+        assert scales.isnan().tolist() == [False, True, False]
+
+
+@every_width
+def test_a_fused_quantization_is_the_operation_and_then_the_rounding(cpu: CpuKernels, width):
+    x, gain, gate_up = torch.randn(9, width), torch.rand(width) + 0.5, torch.randn(9, 2 * width)
+    normed, gated = cpu.rms_norm(x, gain, 1e-5), cpu.gated(gate_up)
+    assert all(map(torch.equal, cpu.rms_norm_quantize(x, gain, 1e-5), cpu.quantize_rows(normed)))
+    assert all(map(torch.equal, cpu.gated_quantize(gate_up), cpu.quantize_rows(gated)))
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e12])
+@every_width
+def test_rms_norm_is_near_float64(cpu: CpuKernels, width, size):
+    x, gain, eps = torch.randn(7, width) * size, torch.randn(width), 1e-6
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+    assert within(cpu.rms_norm(x, gain, eps), exact, exact.abs() * 16 * EPS)
+
+
+def test_rms_norm_takes_leading_axes_as_rows(cpu: CpuKernels):
+    x, gain = torch.randn(3, 5, 16), torch.randn(16)
+    assert torch.equal(cpu.rms_norm(x, gain, 1e-6).flatten(0, 1), cpu.rms_norm(x.flatten(0, 1), gain, 1e-6))
+
+
+@every_width
+def test_gated_is_near_float64_for_gates_of_any_size(cpu: CpuKernels, width):
+    gate = torch.cat([torch.randn(4, width), torch.linspace(-300, 300, 8 * width).view(8, width)])
+    up = torch.randn(12, width)
+    exact = F.silu(gate.double()) * up
+    # Where exp would overflow the quotient is not quite 0.
+    assert within(cpu.gated(torch.cat([gate, up], 1)), exact, exact.abs() * 16 * EPS + 1e-35)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+@every_width
+def test_dequantize_is_near_float64(cpu: CpuKernels, width, with_bias, with_residual):
+    accumulator = torch.randint(-(2**24), 2**24, (5, width), dtype=torch.int32)
+    rows, columns = torch.rand(5) * 1e-3, torch.rand(width) * 1e-3
+    bias = torch.randn(width) if with_bias else None
+    residual = torch.randn(5, width) if with_residual else None
+    terms = [accumulator.double() * rows[:, None] * columns]
+    terms += [part.double().expand(5, width) for part in (bias, residual) if part is not None]
+    exact, size = sum(terms), sum(term.abs() for term in terms)
+    assert within(cpu.dequantize(accumulator, rows, columns, bias, residual), exact, size * 4 * EPS)
+
+
+# ---------------------------------------------------------------------------------------------- GEMM
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("k", [1, 17, 576])
+def test_matmul_is_near_float64(cpu: CpuKernels, n, k):
+    x, weight = torch.randn(14, k), torch.randn(n, k)
+    exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    packed = cpu.pack(weight)
+    assert torch.equal(cpu.unpack(packed, n), weight)
+    assert within(cpu.matmul(x, packed, n, None, None, None, None), exact, size * k * EPS)
+
+
+def test_matmul_applies_scales_then_bias_then_residual(cpu: CpuKernels):
+    x, weight = torch.randn(5, 40), torch.randn(50, 40)
+    rows, columns, bias, residual = torch.rand(5), torch.rand(50), torch.randn(50), torch.randn(5, 50)
+    exact = (x.double() @ weight.double().t()) * rows[:, None] * columns + bias + residual
+    assert within(cpu.matmul(x, cpu.pack(weight), 50, rows, columns, bias, residual), exact, 1e-5)
+
+
+def test_the_integer_product_is_exact_and_scaled(cpu: CpuKernels):
+    codes = torch.randint(-127, 128, (9, 52), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (37, 52), dtype=torch.int8)
+    rows, columns, bias, residual = torch.rand(9), torch.rand(37), torch.randn(37), torch.randn(9, 37)
+    accumulator = (codes.long() @ weight.long().t()).int()
+    expected = cpu.dequantize(accumulator, rows, columns, bias, residual)
+    assert torch.equal(cpu.int8_matmul(codes, rows, weight, columns, bias, residual), expected)
+
+
+# ---------------------------------------------------------------------------------------------- rotation
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("dim", [2, 8, 24, 32, 64, 80])
+def test_split_rotate_is_near_float64_and_writes_only_its_slots(cpu: CpuKernels, dim, with_norms):
+    heads, kv_heads, rows, eps = 6, 2, 5, 1e-6
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    positions, slots = torch.tensor([0, 1, 299, 7, 150]), torch.tensor([3, 0, 9, 4, 8])
+    angles = torch.rand(300, dim // 2) * 7
+    gains = (torch.randn(dim), torch.randn(dim)) if with_norms else None
+    keys, values = torch.full((10, kv_heads, dim), 5.0), torch.full((10, kv_heads, dim), 6.0)
+    q = cpu.split_rotate(qkv, positions, slots, angles.cos(), angles.sin(), gains, eps, heads, keys, values)
+
+    wide_q, wide_k, v = qkv.double().view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    if gains is not None:
+        wide_q, wide_k = (
+            x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * g
+            for x, g in zip((wide_q, wide_k), gains, strict=True)
+        )
+    turn = torch.polar(torch.ones(rows, 1, dim // 2, dtype=torch.float64), angles.double()[positions][:, None])
+
+    def turned(x: Tensor) -> Tensor:
+        """Element i and i + C/2 are the parts of a complex number."""
+        product = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat([product.real, product.imag], -1)
+
+    assert within(q, turned(wide_q), 1e-5)
+    assert within(keys[slots], turned(wide_k), 1e-5)
+    assert torch.equal(values[slots].double(), v)
+    untouched = [row for row in range(10) if row not in slots]
+    assert (keys[untouched] == 5.0).all() and (values[untouched] == 6.0).all()
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+HEADS, KV_HEADS = 6, 2
+DIMS = (2, 16, 24, 64, 80, 128)
+
+Row = tuple[int, int]
+"""(first row, length) of a span."""
+
+
+def layout(sequences: Sequence[Sequence[Row]], visible: Sequence[Sequence[int]], families: Sequence[int]) -> Spans:
+    """Sequence s reads `sequences[s]`; its queries see `visible[s]` keys; `families` counts queries up to each cut."""
+    counts = torch.tensor([0, *(len(spans) for spans in sequences)])
+    flat = torch.tensor([span for spans in sequences for span in spans])
+    owners = [s for s, seen in enumerate(visible) for _ in seen]
+    seen = torch.tensor([count for counts in visible for count in counts])
+    starts, lengths = flat[:, 0].contiguous(), flat[:, 1].contiguous()
+    return Spans(torch.tensor(owners), seen, counts.cumsum(0), starts, lengths, torch.tensor(families), int(seen.max()))
+
+
+PACKED = layout(
+    # Two prompts of 5 and 18 tokens; the first has two completions, the second one, stored in three pieces.
+    [[(0, 5)], [(0, 5), (5, 20)], [(0, 5), (25, 3)], [(28, 18)], [(28, 18), (60, 2), (46, 7), (57, 1)]],
+    [range(1, 6), range(6, 26), range(6, 9), range(1, 19), range(19, 29)],
+    [0, 28, 56],
+)
+STORE_ROWS = 62
+
+
+def attention_inputs(dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    stores = torch.randn(2, STORE_ROWS, KV_HEADS, dim)
+    return torch.randn(len(PACKED.visible), HEADS, dim) * 2, stores[0], stores[1]
+
+
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention query by query, differentiable, in the dtype of its inputs; also the log-sum-exps."""
+    outs, sums = [], []
+    for t in range(len(q)):
+        rows = visible_rows(spans, t)
+        k, v = (store[rows].repeat_interleave(q.shape[1] // keys.shape[1], 1) for store in (keys, values))
+        scores = torch.einsum("hc,jhc->hj", q[t], k) * scale
+        outs.append(torch.einsum("hj,jhc->hc", scores.softmax(-1), v))
+        sums.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(sums)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_attention_over_shared_prefixes_and_scattered_pieces_is_near_float64(cpu: CpuKernels, dim):
+    q, keys, values = attention_inputs(dim)
+    out, lse = cpu.attention(q, keys, values, PACKED, dim**-0.5)
+    exact_out, exact_lse = dense_attention(q.double(), keys.double(), values.double(), PACKED, dim**-0.5)
+    assert within(out, exact_out, 5e-6)
+    assert within(lse, exact_lse, 5e-6)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_gradient_of_attention_is_near_float64s(cpu: CpuKernels, dim):
+    q, keys, values = attention_inputs(dim)
+    grad = torch.randn_like(q)
+    out, lse = cpu.attention(q, keys, values, PACKED, dim**-0.5)
+    found = cpu.attention_backward(grad, q, keys, values, out, lse, PACKED, dim**-0.5)
+    wide = wide_q, wide_k, wide_v = [x.double().requires_grad_(True) for x in (q, keys, values)]
+    exact_out, _ = dense_attention(wide_q, wide_k, wide_v, PACKED, dim**-0.5)
+    exact = torch.autograd.grad(exact_out, wide, grad.double())
+    for mine, theirs in zip(found, exact, strict=True):
+        assert within(mine, theirs, 2e-6 * theirs.abs().max())
+
+
+@pytest.mark.parametrize("dim", [16, 24, 64])
+def test_attention_does_not_depend_on_where_the_keys_are_stored(cpu: CpuKernels, dim):
+    """The same 40 keys in one run, in two, in three out of order, and in single rows: equal bits."""
+    length = 40
+    q, keys, values = torch.randn(length, HEADS, dim), *torch.randn(2, length, KV_HEADS, dim).unbind()
+    seen = [range(1, length + 1)]
+    expected = cpu.attention(q, keys, values, layout([[(0, length)]], seen, [0, length]), 0.3)
+    cuts = {
+        "moved": [(77, 40)],
+        "prefix and suffix": [(50, 17), (3, 23)],
+        "three": [(80, 1), (0, 31), (60, 8)],
+        "rows": [(2 * row, 1) for row in torch.randperm(length).tolist()],
+    }
+    for name, spans in cuts.items():
+        stores = torch.full((2, 120, KV_HEADS, dim), math.nan)
+        rows = torch.cat([torch.arange(start, start + count) for start, count in spans])
+        stores[0, rows], stores[1, rows] = keys, values
+        found = cpu.attention(q, stores[0], stores[1], layout([spans], seen, [0, length]), 0.3)
+        assert all(map(torch.equal, found, expected)), name
+
+
+def test_a_query_does_not_see_past_its_position(cpu: CpuKernels):
+    q, keys, values = attention_inputs(32)
+    spans = layout([[(0, 10)]], [[3]], [0, 1])
+    expected = cpu.attention(q[:1], keys, values, spans, 1.0)
+    keys[3:], values[3:] = math.nan, math.nan
+    assert all(map(torch.equal, cpu.attention(q[:1], keys, values, spans, 1.0), expected))
+
+
+def test_families_only_divide_the_work(cpu: CpuKernels):
+    q, keys, values = attention_inputs(24)
+    out, lse = cpu.attention(q, keys, values, PACKED, 0.2)
+    one_family = dataclasses.replace(PACKED, families=torch.tensor([0, len(q)]))
+    torch.set_num_threads(2)
+    found = [cpu.attention_backward(q, q, keys, values, out, lse, spans, 0.2) for spans in (PACKED, one_family)]
+    assert all(map(torch.equal, *found))
+
+
+# ---------------------------------------------------------------------------------------------- head
+
+VOCABULARIES = (1, 7, 16, 64, 1000, 1025, 5000)
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_log_probabilities_and_entropies_are_near_float64(cpu: CpuKernels, size, temperature):
+    logits, targets = torch.randn(11, size) * 4, torch.randint(size, (11,))
+    scores = cpu.token_logprobs(logits, targets, 1 / temperature)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    assert within(scores.logprobs, exact.gather(1, targets[:, None])[:, 0], 4e-6)
+    assert within(scores.entropies, -(exact.exp() * exact).sum(-1), 1e-5)
+    assert torch.equal(scores.shifts, logits.max(-1).values)
+    softmax = cpu.softmax_(logits.clone(), scores.shifts, scores.sums, 1 / temperature)
+    assert within(softmax, exact.exp(), exact.exp() * 1e-5 + 1e-37)
+
+
+def test_log_probabilities_of_logits_of_any_size_stay_finite(cpu: CpuKernels):
+    logits = torch.tensor([[1e30, -1e30, 0.0], [-1e30, -1e30, -1e30], [500.0, 100.0, -500.0]])
+    scores = cpu.token_logprobs(logits, torch.tensor([0, 1, 2]), 1.0)
+    assert scores.logprobs.tolist() == [0.0, pytest.approx(-math.log(3)), -1000.0]
+    assert scores.entropies.tolist() == [0.0, pytest.approx(math.log(3)), 0.0]
+
+
+@pytest.mark.parametrize("place", [0, 3, 16, 98, 99])
+def test_one_logit_that_is_nan_makes_its_row_nan(cpu: CpuKernels, place):
+    logits = torch.randn(3, 100)
+    logits[1, place] = math.nan
+    scores = cpu.token_logprobs(logits, torch.tensor([5, 5, 5]), 1.0)
+    assert scores.logprobs.isnan().tolist() == [False, True, False]
+    tokens, logprobs = cpu.sample(logits, torch.tensor([0.5, 0.5, 0.5]), 1.0)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+def test_a_row_of_nothing_but_nan_or_minus_infinity_is_sampled_as_nan(cpu: CpuKernels):
+    logits = torch.stack([torch.full((50,), math.nan), torch.full((50,), -math.inf)])
+    tokens, logprobs = cpu.sample(logits, torch.tensor([0.5, 0.5]), 1.0)
+    assert logprobs.isnan().all()
+    assert ((tokens >= 0) & (tokens < 50)).all()
+
+
+@pytest.mark.parametrize(("size", "draws"), [(5, 4000), (50, 4000), (3000, 1000)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_evenly_spread_uniforms_draw_tokens_in_proportion_to_their_probability(
+    cpu: CpuKernels, size, draws, temperature
+):
+    logits = torch.randn(size) * 2
+    uniforms = (torch.arange(draws) + 0.5) / draws
+    tokens, _ = cpu.sample(logits.expand(draws, size).contiguous(), uniforms, 1 / temperature)
+    exact = (logits.double() / temperature).softmax(-1)
+    found = torch.bincount(tokens, minlength=size).double() / draws
+    # A token's interval of length p holds p * draws of the evenly spread points, give or take one.
+    assert ((found - exact).abs() <= 1.001 / draws).all()
+    assert (tokens.diff() >= 0).all()
+
+
+def test_random_uniforms_pass_a_chi_square_test(cpu: CpuKernels):
+    size, draws = 20, 20000
+    logits = torch.randn(size)
+    tokens, _ = cpu.sample(logits.expand(draws, size).contiguous(), torch.rand(draws), 1.0)
+    expected = logits.double().softmax(-1) * draws
+    statistic = ((torch.bincount(tokens, minlength=size) - expected).square() / expected).sum()
+    assert expected.min() > 5
+    assert statistic < 43.8  # the 99.9 % point with 19 degrees of freedom
+
+
+@pytest.mark.parametrize("size", [3, 16, 40, 2500])
+def test_a_token_of_weight_zero_is_never_drawn(cpu: CpuKernels, size):
+    logits = torch.randn(size)
+    possible = torch.arange(size) % 3 == 1
+    possible[-1] = False
+    logits[~possible] = torch.where(torch.rand(size) < 0.5, -math.inf, -500.0)[~possible]
+    below_one = math.nextafter(1.0, 0.0)
+    uniforms = torch.cat([torch.tensor([0.0, 1 - 2.0**-24, 2.0**-24, min(below_one, 1 - 2.0**-24)]), torch.rand(500)])
+    tokens, logprobs = cpu.sample(logits.expand(len(uniforms), size).contiguous(), uniforms, 1.0)
+    assert possible[tokens].all()
+    assert logprobs.isfinite().all()
+    assert tokens[0] == possible.nonzero()[0], "a uniform of 0 draws the first token that can be drawn"
+    assert tokens[1] == possible.nonzero()[-1], "a uniform just below 1 draws the last one"
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_a_sampled_tokens_log_probability_has_the_bits_that_scoring_it_has(cpu: CpuKernels, size):
+    logits = torch.randn(40, size) * 3
+    tokens, logprobs = cpu.sample(logits, torch.rand(40), 1 / 0.7)
+    assert torch.equal(logprobs, cpu.token_logprobs(logits, tokens, 1 / 0.7).logprobs)
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def test_what_a_kernel_would_misread_is_refused(cpu: CpuKernels):
+    x = torch.randn(4, 16)
+    with pytest.raises(AssertionError, match="fp32"):
+        cpu.quantize_rows(x.double())
+    with pytest.raises(AssertionError, match="contiguous"):
+        cpu.quantize_rows(x.t())
+    with pytest.raises(AssertionError, match="int64"):
+        cpu.token_logprobs(x, torch.zeros(4, dtype=torch.int32), 1.0)
+    with pytest.raises(AssertionError, match="disagree on K"):
+        cpu.matmul(x, cpu.pack(torch.randn(3, 15)), 3, None, None, None, None)
+
+
+def test_threads_are_torchs(cpu: CpuKernels):
+    """One pool for torch and the kernels: what limits the one limits the other."""
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        assert cpu.library.omp_get_max_threads() == count

@@ -1,0 +1,97 @@
+"""Published weights in the form that their GEMM multiplies, scheme by scheme."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qarl.errors import RunError
+from qarl.ops.operand import (
+    FloatOperand,
+    Int8Operand,
+    is_integer,
+    operand_of,
+    quantize_weight,
+    stack_biases,
+)
+from qarl.quant.qtensor import dequantize, dequantize_activations, quantize, quantize_activations
+from qarl.quant.scheme import SCHEMES, scheme_named
+
+QUANTIZING = [name for name, scheme in SCHEMES.items() if scheme.quantized]
+every_quantizing_scheme = pytest.mark.parametrize("name", QUANTIZING)
+pytestmark = pytest.mark.usefixtures("each_kernels")
+
+K = 128
+
+
+def test_integer_schemes_are_those_with_int8_activations_and_a_scale_a_row():
+    assert [name for name, scheme in SCHEMES.items() if is_integer(scheme)] == ["w8a8-int8", "w4a8-int8"]
+
+
+@every_quantizing_scheme
+def test_a_weight_is_quantized_to_the_bits_of_its_definition(name):
+    weight = torch.randn(70, K) * torch.exp2(torch.randn(70, 1) * 5)
+    weight[3] = 0.0
+    found, defined = (f(weight, scheme_named(name), "w") for f in (quantize_weight, quantize))
+    assert torch.equal(found.codes.float(), defined.codes.float())
+    assert found.codes.dtype == defined.codes.dtype
+    assert torch.equal(found.scale, defined.scale)
+    assert found.scheme is defined.scheme
+
+
+@every_quantizing_scheme
+def test_a_weight_that_is_not_finite_is_an_error_that_names_it(name):
+    weight = torch.ones(9, K)
+    weight[4, 5] = math.nan
+    with pytest.raises(RunError, match=r"layers\.0\.down_proj\.weight: non-finite"):
+        quantize_weight(weight, scheme_named(name), "layers.0.down_proj.weight")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(name):
+    scheme = scheme_named(name)
+    weights = [torch.randn(rows, K) for rows in (128, 40)]
+    parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
+    biases = [None, torch.randn(40)]
+    operand = operand_of(parts, biases)
+    assert isinstance(operand, Int8Operand if is_integer(scheme) else FloatOperand)
+
+    dense = torch.cat([dequantize(part) if scheme.quantized else part for part in parts])
+    assert torch.equal(operand.dense(), dense)
+    x, residual = torch.randn(6, K), torch.randn(6, 168)
+    rows = (*quantize_activations(x, scheme.activation),) if operand.quantizes_rows else (x, None)
+    if operand.quantizes_rows:
+        rows = (rows[0], rows[1][:, 0])
+    rounded = x
+    if scheme.activation is not None:
+        rounded = dequantize_activations(*quantize_activations(x, scheme.activation), scheme.activation)
+    assert torch.equal(operand.rows_as_float(rows), rounded)
+    exact = rounded.double() @ dense.double().t() + torch.cat([torch.zeros(128), biases[1]]) + residual
+    torch.testing.assert_close(operand.product(rows, residual).double(), exact, rtol=1e-5, atol=1e-4)
+    exact = exact - residual
+    torch.testing.assert_close(operand.product(rows, None).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_biases_of_siblings_are_stacked_with_zeros_for_those_without():
+    bias = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    stacked = stack_biases([3, 2, 1], [None, bias, None])
+    assert stacked is not None
+    assert stacked.tolist() == [0.0, 0.0, 0.0, 1.0, 2.0, 0.0]
+    assert not stacked.requires_grad
+    assert stack_biases([3, 2], [None, None]) is None
+
+
+def test_a_float_operand_is_a_copy_that_later_updates_do_not_change():
+    weight = torch.randn(5, 16)
+    operand, before = operand_of([weight], [None]), weight.clone()
+    weight.zero_()
+    assert torch.equal(operand.dense(), before)
+
+
+def test_siblings_of_two_schemes_are_a_bug():
+    weight = torch.randn(8, K)
+    parts = [quantize(weight, scheme_named(name), "w") for name in ("w8a8-int8", "w4a8-int8")]
+    with pytest.raises(AssertionError):
+        operand_of(parts, [None, None])

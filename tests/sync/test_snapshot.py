@@ -1,0 +1,164 @@
+import dataclasses
+
+import pytest
+import torch
+
+from qarl.errors import RunError
+from qarl.ops.operand import Int8Operand
+from qarl.quant import SCHEMES, QTensor, QuantConfig, dequantize, plan_schemes, quantize, scheme_named
+from qarl.sync.checksum import checksum
+from qarl.sync.snapshot import operands_of, take_snapshot, unquantized, verify
+
+DOWN = "model.layers.1.mlp.down_proj"
+QKV = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+
+
+def schemes_for(decoder, scheme: str, **rules: str):
+    return plan_schemes(decoder.matrices(), scheme_named(scheme), QuantConfig(rules=rules)).quantized
+
+
+def untied(small):
+    return dataclasses.replace(small, config=dataclasses.replace(small.config, tie_embeddings=False))
+
+
+def test_a_snapshot_has_hugging_face_names_and_a_checksum_of_all(small):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), version=4)
+    expected = {name for name, _ in decoder.named_parameters()}
+    expected |= {f"{module}.weight_scale" for module in snapshot.schemes}
+    assert snapshot.tensors.keys() == expected
+    assert set(snapshot.schemes.values()) == {"w8a8-int8"}
+    assert len(snapshot.schemes) == 7 * small.config.num_layers
+    assert snapshot.version == 4
+    assert snapshot.checksum == checksum(snapshot.tensors)
+
+
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.quantized])
+def test_codes_and_scales_are_those_of_the_masters(small, scheme: str):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, scheme), 0)
+    masters = dict(decoder.named_parameters())
+    for module in (DOWN, *QKV):
+        expected = quantize(masters[f"{module}.weight"].detach(), scheme_named(scheme), module)
+        assert torch.equal(snapshot.tensors[f"{module}.weight"].float(), expected.codes.float())
+        assert torch.equal(snapshot.tensors[f"{module}.weight_scale"], expected.scale)
+
+
+def test_the_codes_of_siblings_are_views_of_the_stacked_operand(small):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), 0)
+    assert snapshot.operands is not None
+    operand = snapshot.operands[QKV[0]]
+    assert isinstance(operand, Int8Operand)
+    starts = [snapshot.tensors[f"{module}.weight"].data_ptr() - operand.codes.data_ptr() for module in QKV]
+    assert starts == [0, 128 * 128, (128 + 64) * 128]
+    # So a byte that is not what was published is seen, wherever it is changed.
+    operand.codes[150, 3] ^= 1
+    with pytest.raises(RunError, match="changed between publishing and loading"):
+        verify(snapshot)
+
+
+def test_without_a_scheme_the_masters_are_published(small):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, {}, 0)
+    assert snapshot.schemes == {}
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(snapshot.tensors[name], parameter)
+
+
+def test_what_is_served_does_not_move_with_the_masters(small):
+    small = untied(small)
+    for scheme in ("none", "w8a8-int8", "fp8"):
+        decoder = small.decoder()
+        snapshot = take_snapshot(decoder, schemes_for(decoder, scheme), 0)
+        assert snapshot.operands is not None
+        held = {name: tensor.clone() for name, tensor in unquantized(snapshot).items()}
+        dense = {name: operand.dense().clone() for name, operand in snapshot.operands.items()}
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.add_(1.0)
+        assert all(torch.equal(tensor, held[name]) for name, tensor in unquantized(snapshot).items())
+        assert all(torch.equal(operand.dense(), dense[name]) for name, operand in snapshot.operands.items())
+
+
+@pytest.mark.parametrize("head", ["none", "w8a8-int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_leaves_out_padding_and_is_its_own_tensor_only_where_it_differs(small, tied: bool, head: str):
+    small = small if tied else untied(small)
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w4a16", lm_head=head), 0)
+    assert snapshot.operands is not None
+    expected = decoder.head_weight().detach()[: small.sampleable]
+    if head != "none":
+        quantized = quantize(expected, scheme_named(head), "lm_head")
+        assert torch.equal(snapshot.tensors["lm_head.weight"], quantized.codes)
+        expected = dequantize(quantized)
+        assert snapshot.schemes["lm_head"] == head
+    torch.testing.assert_close(snapshot.operands["lm_head"].dense(), expected, rtol=1e-6, atol=0)
+    assert ("lm_head.weight" in snapshot.tensors) == (head != "none" or not tied)
+    assert torch.equal(snapshot.tensors["model.embed_tokens.weight"], decoder.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_operands_made_from_the_tensors_are_the_same_to_the_bit(small, scheme: str):
+    config = dataclasses.replace(small.config, family="qwen2", attention_bias=True, tie_embeddings=False)
+    small = dataclasses.replace(small, config=config)
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, scheme, lm_head="fp8"), 0)
+    assert snapshot.operands is not None
+    assert operands_of(decoder, snapshot) is snapshot.operands
+    made = operands_of(decoder, dataclasses.replace(snapshot, operands=None))
+    assert made.keys() == snapshot.operands.keys()
+    for name, operand in snapshot.operands.items():
+        assert type(made[name]) is type(operand)
+        assert torch.equal(made[name].dense(), operand.dense())
+        assert (made[name].bias is None) == (operand.bias is None) == (".self_attn.q_proj" not in name)
+        if operand.bias is not None:
+            assert torch.equal(made[name].bias, operand.bias)
+
+
+def test_a_dense_operand_is_what_its_codes_stand_for(small):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w4a16"), 0)
+    assert snapshot.operands is not None
+    codes, scale = snapshot.tensors[f"{DOWN}.weight"], snapshot.tensors[f"{DOWN}.weight_scale"]
+    assert torch.equal(snapshot.operands[DOWN].dense(), dequantize(QTensor(codes, scale, scheme_named("w4a16"))))
+    assert int(codes.min()) == -7 and int(codes.max()) == 7
+
+
+def test_unquantized_tensors_are_the_embedding_and_the_gains(small):
+    config = dataclasses.replace(small.config, family="qwen3", qk_norm=True)
+    decoder = dataclasses.replace(small, config=config).decoder()
+    names = unquantized(take_snapshot(decoder, schemes_for(decoder, "fp8"), 0)).keys()
+    assert "model.embed_tokens.weight" in names
+    assert len(names) == 1 + 4 * small.config.num_layers + 1
+    assert all(name.endswith(("norm.weight", "layernorm.weight")) for name in names - {"model.embed_tokens.weight"})
+
+
+@pytest.mark.parametrize("change", ["flip", "drop", "swap", "dtype"])
+def test_tensors_that_are_not_the_published_ones_are_refused(small, change: str):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), 3)
+    verify(snapshot)
+    tensors, scale = dict(snapshot.tensors), f"{DOWN}.weight_scale"
+    if change == "flip":
+        tensors[scale] = tensors[scale].clone()
+        tensors[scale][0] *= 2
+    elif change == "drop":
+        del tensors[scale]
+    elif change == "swap":
+        other = "model.layers.0.mlp.down_proj.weight_scale"
+        tensors[scale], tensors[other] = tensors[other], tensors[scale]
+    else:
+        tensors[scale] = tensors[scale].double()
+    with pytest.raises(RunError, match=r"weights of version 3 changed .*; nothing was loaded"):
+        verify(dataclasses.replace(snapshot, tensors=tensors))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w4a16", "fp8"])
+def test_a_master_that_is_not_finite_is_named(small, scheme: str):
+    decoder = small.decoder()
+    with torch.no_grad():
+        dict(decoder.named_parameters())[f"{DOWN}.weight"][3, 5] = float("nan")
+    with pytest.raises(RunError, match=DOWN):
+        take_snapshot(decoder, schemes_for(decoder, scheme), 0)

@@ -1,0 +1,63 @@
+"""`qarl eval`: what is asked of a bare model, of a file of questions, and of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qarl.assess import assess, assessment_recipe, questions_table
+from qarl.errors import ConfigurationError
+from qarl.recipe import load_recipe, parse_overrides, to_toml
+
+SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_bare_model_is_asked_every_question_of_a_file(questions: Path) -> None:
+    found = assess("tiny", str(questions), 2, None, 1.0, ["--scheme=none", "--sampling.max_new_tokens=4"])
+    assert found["eval/sums/questions"] == 3.0
+    assert {"eval/sums/pass@1", "eval/sums/pass@2", "eval/sums/reward_mean"} <= set(found)
+    assert (found["model"], found["scheme"], found["version"], found["checkpoint"]) == ("tiny", "none", 0, None)
+
+
+def test_the_same_seed_gives_the_same_answers(questions: Path) -> None:
+    asked = [assess("tiny", str(questions), 1, None, 1.0, ["--sampling.max_new_tokens=4"]) for _ in range(2)]
+    assert asked[0] == asked[1]
+
+
+def test_a_source_is_asked_by_its_name_and_settings() -> None:
+    recipe = assessment_recipe("tiny", "arithmetic", 1, None, 0.0, parse_overrides(["--prompts.maximum=99"]))
+    assert recipe.prompts.type == "arithmetic" and recipe.prompts.maximum == 99
+    assert recipe.eval is not None
+    assert (recipe.eval.count, recipe.eval.temperature, recipe.eval.name) == (200, 0.0, "arithmetic")
+    assert [term.type for term in recipe.rewards] == ["answer"]
+
+
+def test_a_run_is_asked_with_its_own_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE, ["--scheme=none"])))
+    recipe = assessment_recipe(str(tmp_path), None, 4, 5, 1.0, [])
+    assert (recipe.scheme, recipe.model) == ("none", "tiny")
+    assert [term.type for term in recipe.rewards] == ["answer", "repetition"]
+    assert recipe.eval is not None and (recipe.eval.count, recipe.eval.samples) == (5, 4)
+
+
+def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier() -> None:
+    overrides = parse_overrides(["--prompts.task=basic_arithmetic"])
+    recipe = assessment_recipe("tiny", "reasoning_gym", 1, 3, 1.0, overrides)
+    assert [term.type for term in recipe.rewards] == ["reasoning_gym"]
+
+
+def test_a_model_needs_questions_and_they_must_exist() -> None:
+    with pytest.raises(ConfigurationError, match="--prompts: is required"):
+        assessment_recipe("tiny", None, 1, None, 1.0, [])
+    with pytest.raises(ConfigurationError, match="did you mean 'arithmetic'"):
+        questions_table("arithmetc")
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        assessment_recipe("tiny", "absent.jsonl", 1, None, 1.0, [])

@@ -1,0 +1,80 @@
+"""Wiring: what a recipe asks for is what the parts are told."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.build import build
+from qarl.errors import ConfigurationError
+from qarl.recipe import Recipe, load_recipe
+
+SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    return load_recipe(SMOKE, overrides)
+
+
+def test_the_parts_get_what_the_recipe_says() -> None:
+    recipe = recipe_of("--seed=5", "--sampling.temperature=0.7", "--eval.temperature=0", "--eval.samples=1")
+    system = build(recipe)
+    assert (system.plan.seed, system.plan.steps, system.plan.group_size) == (5, 5, 4)
+    assert system.plan.sampling.temperature == 0.7
+    assert system.plan.sampling.max_new_tokens == 16
+    assert system.questions is not None
+    assert system.questions.sampling.temperature == 0.0
+    assert len(system.questions.prompts) == 8
+    assert system.cast.advantage is recipe.advantage
+    stops = system.plan.sampling.stop_token_ids
+    assert stops == system.questions.sampling.stop_token_ids and 258 in stops  # <|im_end|> of the byte tokenizer
+
+
+def test_engine_and_learner_agree_bit_for_bit_after_wiring() -> None:
+    system = build(recipe_of("--sampling.temperature=0.7"))
+    learner, engine = system.cast.learner, system.cast.engine
+    engine.load(learner.publish())
+    groups = engine.generate(system.cast.prompts.take(0, 2), 4, system.plan.sampling, (0, 0))
+    advantages = [torch.tensor([1.0, -1.0, 0.5, -0.5])] * 2
+    assert learner.update(groups, advantages)["mismatch/max_abs"].value() == 0.0
+
+
+def test_an_unaligned_learner_disagrees_and_the_account_says_so() -> None:
+    system = build(recipe_of("--alignment=none"))
+    learner, engine = system.cast.learner, system.cast.engine
+    engine.load(learner.publish())
+    groups = engine.generate(system.cast.prompts.take(0, 2), 4, system.plan.sampling, (0, 0))
+    advantages = [torch.tensor([1.0, -1.0, 0.5, -0.5])] * 2
+    assert learner.update(groups, advantages)["mismatch/max_abs"].value() > 0.0
+    assert "alignment none: none, as asked" in system.account
+
+
+def test_without_held_out_questions_there_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "bare.toml"
+    path.write_text('model = "tiny"\n[prompts]\ntype = "arithmetic"\n[[rewards]]\ntype = "answer"\n')
+    assert build(load_recipe(path)).questions is None
+
+
+def test_prompt_and_completion_must_fit_the_model_s_context() -> None:
+    with pytest.raises(ConfigurationError, match=r"1024 \+ sampling.max_new_tokens = 1025 exceed .* of 2048 tokens"):
+        build(recipe_of("--sampling.max_new_tokens=1025"))
+
+
+def test_a_rule_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="matches no linear module"):
+        build(recipe_of('--quant.rules."*.q_prj"=none'))
+
+
+def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
+    account = build(recipe_of('--quant.rules."*.o_proj"=none')).account
+    assert "model tiny: llama, 2 layers" in account
+    assert "quantized 12 of 15 matrices" in account
+    assert "  | What is " in account
+
+
+def test_rollouts_report_their_progress() -> None:
+    told: list[tuple[int, int]] = []
+    system = build(recipe_of(), lambda finished, total: told.append((finished, total)))
+    system.cast.engine.load(system.cast.learner.publish())
+    system.cast.engine.generate(system.cast.prompts.take(0, 2), 2, system.plan.sampling, (0, 0))
+    assert told[-1] == (4, 4)

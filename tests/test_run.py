@@ -1,0 +1,204 @@
+"""Whole runs of the tiny model: what they leave behind, how they stop, and that they go on exactly."""
+
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from qarl.build import System, build
+from qarl.checkpoint import newest_checkpoint
+from qarl.errors import ConfigurationError, RunError
+from qarl.interrupts import Interrupted
+from qarl.metrics import Metrics
+from qarl.recipe import Recipe, load_recipe
+from qarl.records import Advantages, Group
+from qarl.run import Start, describe, dry_run, measured_alignment, open_run, summarize, train
+from qarl.tracking.console import Console
+from qarl.tracking.jsonl import read_lines
+
+SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
+SMALL = ("--prompts_per_step=2", "--group_size=4", "--sampling.max_new_tokens=8", "--eval.count=4")
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    return load_recipe(SMOKE, [*SMALL, *overrides])
+
+
+def run_in(folder: Path, recipe: Recipe, system: System | None = None, resume: str = "auto") -> str:
+    """Train; returns what the console said."""
+    start = open_run(recipe, "test", folder, resume)
+    stream = io.StringIO()
+    train(recipe, system or build(recipe), start, Console(stream, start.step, recipe.steps))
+    return stream.getvalue()
+
+
+def timeless(folder: Path) -> list[dict[str, object]]:
+    """Metrics without those that a clock makes."""
+    rows = read_lines(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))} for row in rows]
+
+
+def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=3")
+    said = run_in(folder, recipe)
+    assert load_recipe(folder / "recipe.toml") == recipe
+    rows = read_lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"reward/mean", "mismatch/bit_equal", "objective/loss", "time/step", "perf/bubble"} <= set(rows[0])
+    assert "eval/held_out/pass@1" in rows[0] and "eval/held_out/pass@1" not in rows[1]
+    assert [row["step"] for row in read_lines(folder / "evaluations.jsonl")] == [0, 3]
+    assert len((folder / "completions" / "step-2.jsonl").read_text().splitlines()) == 8
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
+    assert (folder / "summary.png").exists() and list((folder / "events").iterdir())
+    assert "alignment measured: exact" in (folder / "run.log").read_text()
+    for expected in ("model tiny", "quantized 14 of 15", "What is", "step 3/3", "held-out pass@1", str(folder)):
+        assert expected in said
+
+
+def test_a_stopped_run_goes_on_exactly(tmp_path: Path) -> None:
+    run_in(tmp_path / "unbroken", recipe_of("--steps=4"))
+    run_in(tmp_path / "stopped", recipe_of("--steps=2"))
+    run_in(tmp_path / "stopped", recipe_of("--steps=4"))
+    assert timeless(tmp_path / "stopped") == timeless(tmp_path / "unbroken")
+    assert len({json.dumps(row) for row in timeless(tmp_path / "unbroken")}) == 4
+
+
+def test_steps_past_the_checkpoint_are_run_again_and_reported_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4")
+    run_in(folder, recipe)
+    before = timeless(folder)
+    run_in(folder, recipe, resume=str(folder / "checkpoints" / "step-4"))
+    start = open_run(recipe, "test", None, str(folder / "checkpoints" / "step-2"))
+    assert start.step == 2
+    train(recipe, build(recipe), start, Console(io.StringIO(), 2, 4))
+    assert timeless(folder) == before
+
+
+class SignallingLearner:
+    """Sends this process a signal during one update, or fails in it."""
+
+    def __init__(self, system: System, at_version: int, failure: Exception | None = None) -> None:
+        self._learner = system.cast.learner
+        self._at_version = at_version
+        self._failure = failure
+        self.publish, self.save, self.restore = self._learner.publish, self._learner.save, self._learner.restore
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
+
+    def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
+        if self.version == self._at_version:
+            if self._failure is not None:
+                raise self._failure
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self._learner.update(groups, advantages)
+
+
+def with_learner(system: System, learner: SignallingLearner) -> System:
+    cast = system.cast
+    changed = type(cast)(cast.prompts, cast.engine, cast.reward, cast.advantage, learner)
+    return System(changed, system.plan, system.questions, system.account)
+
+
+def test_an_interrupted_run_saves_its_last_step_says_how_to_go_on_and_does(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100")
+    system = build(recipe)
+    with pytest.raises(Interrupted, match=f"after 2 of 4 steps.*--resume {folder}"):
+        run_in(folder, recipe, with_learner(system, SignallingLearner(system, at_version=1)))
+    found = newest_checkpoint(folder / "checkpoints")
+    assert found is not None and found.step == 2
+    run_in(folder, recipe)
+    run_in(tmp_path / "unbroken", recipe)
+    assert timeless(folder) == timeless(tmp_path / "unbroken")
+
+
+def test_a_run_that_fails_names_its_last_checkpoint_and_leaves_its_batch(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4")
+    system = build(recipe)
+    failing = with_learner(system, SignallingLearner(system, at_version=3, failure=RunError("gradient overflow")))
+    with pytest.raises(RunError, match=r"gradient overflow; .*step-2 is the last checkpoint"):
+        run_in(folder, recipe, failing)
+    assert (folder / "completions" / "step-3.jsonl").exists()
+
+
+def test_a_second_run_in_a_folder_goes_on_or_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=1")
+    run_in(folder, recipe)
+    assert open_run(recipe, "test", folder, "auto").step == 1
+    with pytest.raises(ConfigurationError, match="already holds a run"):
+        open_run(recipe, "test", folder, "never")
+    with pytest.raises(ConfigurationError, match=r"other values of group_size, learner\.lr"):
+        open_run(recipe_of("--learner.lr=1.0", "--group_size=2"), "test", folder, "auto")
+    with pytest.raises(ConfigurationError, match="leave --run-dir"):
+        open_run(recipe, "test", tmp_path / "other", str(folder))
+    with pytest.raises(ConfigurationError, match="is no run folder"):
+        open_run(recipe, "test", None, str(tmp_path / "absent"))
+
+
+def test_without_a_run_dir_every_run_has_a_folder_of_its_own() -> None:
+    start = open_run(recipe_of(), "smoke", None, "auto")
+    assert start.checkpoint is None
+    assert start.folder.path.parent == Path("runs")
+    assert start.folder.path.name.startswith(time.strftime("smoke-%Y"))
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of("--steps=2")
+    start = open_run(recipe, "test", tmp_path / "run", "auto")
+    stream = io.StringIO()
+    answer = dry_run(recipe, build(recipe), start, Console(stream, 0, 2))
+    assert answer["recipe"]["steps"] == 2
+    assert "would run steps 1 to 2" in stream.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of("--steps=1")
+    start = open_run(recipe, "test", tmp_path / "run", "auto")
+    with start.folder.lock(), pytest.raises(ConfigurationError, match="in use by"):
+        train(recipe, build(recipe), start, Console(io.StringIO(), 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "level"),
+    [
+        ([{"mismatch/bit_equal": 1.0}, {"mismatch/bit_equal": 1.0}], "exact"),
+        ([{}], "not measured"),
+        ([{"mismatch/bit_equal": None}], "not measured"),
+        (
+            [{"mismatch/bit_equal": 1.0}, {"mismatch/bit_equal": 0.25, "mismatch/max_abs": 0.125}],
+            "not exact: bit-equal 0.2500 of tokens at worst, largest difference 0.125",
+        ),
+    ],
+)
+def test_the_alignment_measured_is_that_of_the_worst_step(rows: list[dict[str, float]], level: str) -> None:
+    assert measured_alignment(rows) == level
+
+
+def test_a_summary_compares_the_first_and_last_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.1}\n{"step": 1, "reward/mean": 0.4}\n')
+    evaluations = [{"step": step, "eval/held_out/pass@1": value} for step, value in ((0, 0.1), (1, 0.3), (2, 0.9))]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    summary: Mapping[str, object] = summarize(tmp_path, recipe_of())
+    assert (summary["held_out_before"], summary["held_out_after"]) == (0.1, 0.9)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.1, 0.4)
+    said = describe({**summary, "seconds": 1.0, "tracker_failures": 1, "picture": "p.png"})
+    assert "held-out pass@1: 0.100 before, 0.900 after" in said
+    assert "1 trackers failed" in said
+
+
+def test_a_start_without_a_checkpoint_is_step_zero(tmp_path: Path) -> None:
+    assert open_run(recipe_of(), "test", tmp_path, "auto") == Start(
+        open_run(recipe_of(), "x", tmp_path, "never").folder, None
+    )
