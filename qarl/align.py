@@ -6,7 +6,7 @@ that a disagreement points at its layer. Shape letters: B sequences, T tokens, D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from qarl.learner.mismatch import mismatch_metrics
 from qarl.metrics import Metrics, merge, values
 from qarl.models.decoder import Decoder
 from qarl.ops.head import logits
+from qarl.ops.kernels import kernels
 from qarl.recipe import parse_recipe
 from qarl.records import Completion, Group, Sampling
 from qarl.rollout.native import NativeEngine, Progress, Rollout, make_requests
@@ -64,7 +65,7 @@ def align(
     `level` is what was measured: `exact` when every log-probability has the same bits, else `codes`; `none` where
     that alignment was asked for.
     """
-    system = build(parse_recipe(_recipe(model, scheme, kv, alignment), "qarl align"))
+    system = build(parse_recipe(_recipe(model, scheme, kv, alignment), "command line"))
     engine, learner = system.cast.engine, system.cast.learner
     assert isinstance(engine, NativeEngine) and isinstance(learner, LocalLearner)
     engine.load(learner.publish())
@@ -77,6 +78,24 @@ def align(
                 progress(min(findings.tokens, tokens), tokens)
         step += 1
     return _report(findings, alignment)
+
+
+def broken_promise(found: Mapping[str, Any]) -> str | None:
+    """What to say when an answer of `align` falls short of what is promised, else None.
+
+    With the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs may depend on
+    the batch, and `codes` is the truth.
+    """
+    if not kernels().exact_matmul or found["level"] in ("exact", "none"):
+        return None
+    layers = [row["layer"] for row in found["per_layer"] if row["bit_equal_fraction"] < 1.0]
+    place = f"layer {layers[0]} is the first to differ" if layers else "no layer differs, so the output head does"
+    return (
+        f"alignment is {found['level']} where exact is promised: {1.0 - found['bit_equal_fraction']:.2%} of "
+        f"{found['tokens']} tokens have another log-probability in the learner than in the engine, by up to "
+        f"{found['max_abs_logprob_diff']:.3g}; {place}. A fault of the kernels on this machine: please report it with "
+        "what `qarl doctor` says"
+    )
 
 
 def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:

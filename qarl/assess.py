@@ -86,7 +86,7 @@ def assessment_recipe(
     if count is None:
         count = DEFAULT_COUNT if prompts is None or prompts in SOURCES else num_rows(table["prompts"])
     table["eval"] = {"name": name, "count": count, "samples": samples, "temperature": temperature}
-    return parse_recipe(table, f"qarl eval {model}", overrides)
+    return parse_recipe(table, "command line", overrides)
 
 
 def questions_table(prompts: str) -> dict[str, Any]:

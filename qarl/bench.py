@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from qarl.build import System, build
+from qarl.errors import ConfigurationError
 from qarl.learner.learner import LocalLearner
 from qarl.loop import Stopwatch
 from qarl.models.config import ModelConfig
@@ -26,6 +27,15 @@ from qarl.rollout.native import NativeEngine
 
 REPEATS = 5
 """Timed repetitions; one more before them warms caches and builds kernels."""
+
+BEST_OF_SECONDS = 0.3
+"""How long calls of one GEMM are repeated to find the fastest."""
+
+PARTS = ("step", "rollout", "reward", "learner", "publish")
+"""What is timed of a step."""
+
+PEAK_SIZES = ((256, 576, 1536), (2048, 576, 1536), (512, 2048, 2048), (1024, 4096, 4096))
+"""(M, K, N) of GEMMs among which a machine's best rate is looked for."""
 
 
 def rollout(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: int) -> dict[str, Any]:
@@ -97,6 +107,10 @@ def step(
     Prompts are one-digit sums with the chat template and completions may stop early, as in the quickstart; with
     `prompt_len` they are that many random tokens and nothing stops early.
     """
+    if batch % group_size:
+        raise ConfigurationError(
+            f"command line: --batch {batch} is not a multiple of --group-size {group_size}; a step trains whole groups"
+        )
     system = _system(model, scheme, batch, group_size, new_tokens, alignment)
     engine, trainee = system.cast.engine, system.cast.learner
     engine.load(trainee.publish())
@@ -125,9 +139,6 @@ def step(
         "peak_memory_bytes": peak_memory_bytes(),
         "median_of": REPEATS,
     }
-
-
-PARTS = ("step", "rollout", "reward", "learner", "publish")
 
 
 def kernels(model: str, scheme: str, batch: int) -> dict[str, Any]:
@@ -168,18 +179,9 @@ def gemm_operations(config: ModelConfig, vocab_size: int) -> tuple[int, int]:
 
 
 def measured_peak(scheme: str) -> float:
-    """Best GEMM rate of this machine in operations a second: int8, or fp32 for scheme `none`; the best of some sizes."""
-    rates = []
-    for m, k, n in ((256, 576, 1536), (2048, 576, 1536), (512, 2048, 2048), (1024, 4096, 4096)):
-        if scheme == "none":
-            x, w = torch.randn(m, k), torch.randn(n, k)
-            seconds = _best_seconds(lambda x=x, w=w: x @ w.t())
-        else:
-            a = torch.randint(-127, 128, (m, k), dtype=torch.int8)
-            b = torch.randint(-127, 128, (n, k), dtype=torch.int8).t()
-            seconds = _best_seconds(lambda a=a, b=b: torch._int_mm(a, b))
-        rates.append(2 * m * k * n / seconds)
-    return max(rates)
+    """Best GEMM rate of this machine, in operations a second, over `PEAK_SIZES`: int8, or fp32 for scheme `none`."""
+    gemm = _fp32_gemm if scheme == "none" else _int8_gemm
+    return max(2 * m * k * n / _best_seconds(gemm(m, k, n)) for m, k, n in PEAK_SIZES)
 
 
 def copy_bandwidth() -> float:
@@ -202,7 +204,7 @@ def _system(
         "model": model,
         "scheme": scheme,
         "alignment": alignment,
-        "prompts_per_step": max(1, batch // group_size),
+        "prompts_per_step": batch // group_size,
         "group_size": group_size,
         "prompts": {"type": "arithmetic"},
         "rewards": [{"type": "answer"}],
@@ -211,7 +213,7 @@ def _system(
         "engine": {"type": "native", "max_concurrency": batch, "kv_bytes": 4 << 30},
         "learner": {"lr": 1e-6},
     }
-    return build(parse_recipe(table, "qarl bench"))
+    return build(parse_recipe(table, "command line"))
 
 
 def _one_step(system: System, clock: Stopwatch, index: int, prompt_len: int | None, new_tokens: int) -> int:
@@ -248,17 +250,24 @@ def _as_version(group: Group, version: int) -> Group:
 
 
 def _gemm_rates(m: int, k: int, n: int) -> dict[str, float]:
+    gemms = {"int8": _int8_gemm, "fixed_order_fp32": _fixed_order_gemm, "torch_fp32": _fp32_gemm}
+    return {f"{name}_gops": 2 * m * k * n / 1e9 / _best_seconds(gemm(m, k, n)) for name, gemm in gemms.items()}
+
+
+def _int8_gemm(m: int, k: int, n: int) -> Callable[[], object]:
     codes = torch.randint(-127, 128, (m, k), dtype=torch.int8)
-    weight_codes = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+    weight_codes = torch.randint(-127, 128, (n, k), dtype=torch.int8).t()
+    return lambda: torch._int_mm(codes, weight_codes)
+
+
+def _fp32_gemm(m: int, k: int, n: int) -> Callable[[], object]:
     x, weight = torch.randn(m, k), torch.randn(n, k)
-    packed = active_kernels().pack(weight)
-    gops = 2 * m * k * n / 1e9
-    return {
-        "int8_gops": gops / _best_seconds(lambda: torch._int_mm(codes, weight_codes.t())),
-        "fixed_order_fp32_gops": gops
-        / _best_seconds(lambda: active_kernels().matmul(x, packed, n, None, None, None, None)),
-        "torch_fp32_gops": gops / _best_seconds(lambda: x @ weight.t()),
-    }
+    return lambda: x @ weight.t()
+
+
+def _fixed_order_gemm(m: int, k: int, n: int) -> Callable[[], object]:
+    x, packed = torch.randn(m, k), active_kernels().pack(torch.randn(n, k))
+    return lambda: active_kernels().matmul(x, packed, n, None, None, None, None)
 
 
 def _median_seconds(work: Callable[[], object], what: str) -> float:
@@ -275,7 +284,7 @@ def _best_seconds(work: Callable[[], object]) -> float:
     """The fastest of some calls: for a roofline, noise only slows."""
     work()
     best = float("inf")
-    deadline = time.perf_counter() + 0.3
+    deadline = time.perf_counter() + BEST_OF_SECONDS
     while time.perf_counter() < deadline:
         started = time.perf_counter()
         work()

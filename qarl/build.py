@@ -14,6 +14,7 @@ from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.names import LoadedModel, load_model
+from qarl.ops.kernels import kernels
 from qarl.prompts import Renderer, SplitSource
 from qarl.quant import Plan as SchemePlan
 from qarl.quant import plan_schemes, scheme_named
@@ -49,6 +50,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards, recipe.max_reward_error_share)
     first = source.take(0, recipe.prompts_per_step)[0]
+    scorer.check(first)
     return System(
         cast=Cast(source, engine, scorer, recipe.advantage, learner),
         plan=Plan(recipe.seed, recipe.steps, recipe.prompts_per_step, recipe.group_size, sampling),
@@ -85,17 +87,12 @@ def scheme_plan(recipe: Recipe, model: LoadedModel) -> SchemePlan:
 def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: Renderer, first: Prompt) -> str:
     """What a recipe resolved to, for people."""
     parameters = sum(tensor.numel() for tensor in model.tensors.values())
-    level = (
-        "exact, engine and learner share every operation"
-        if recipe.alignment == "auto"
-        else "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
-    )
     return "\n".join(
         [
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
-            f"alignment {recipe.alignment}: {level}",
+            f"alignment {recipe.alignment}: {_alignment_level(recipe.alignment)}",
             f"prompts rendered {'with the chat template' if renderer.chat else 'as plain text'}; the first one, "
             f"{len(first.token_ids)} tokens:",
             *(f"  | {line}" for line in first.text.splitlines()),
@@ -107,6 +104,14 @@ def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) 
     """These questions, asked as the configuration says and otherwise as in training (`sampling`)."""
     sampling = replace(sampling, temperature=config.temperature)
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term)
+
+
+def _alignment_level(alignment: str) -> str:
+    if alignment == "none":
+        return "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
+    if not kernels().exact_matmul:
+        return "codes, not exact: without the C kernels floating-point sums may depend on the batch, see `qarl doctor`"
+    return "exact, engine and learner share every operation"
 
 
 def _held_out(recipe: Recipe, source: SplitSource, sampling: Sampling) -> EvalSet | None:

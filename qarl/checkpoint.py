@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A whole checkpoint. `metadata` is what its writer passed to `save`; `score` is None where none was given."""
+    """A whole checkpoint. `metadata` is what its writer passed to `save`; `score` is None until it is rated."""
 
     step: int
     folder: Path
@@ -57,26 +57,19 @@ class CheckpointStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        metadata: Mapping[str, JsonValue],
-        score: float | None = None,
-    ) -> Checkpoint:
+    def save(self, step: int, write: Callable[[Path], None], metadata: Mapping[str, JsonValue]) -> Checkpoint:
         """Store one checkpoint: `write` fills an empty folder, which then becomes `step-N` in one motion.
 
-        `metadata` is JSON without NaN; a higher `score` is better, and one that is not finite counts as none. A
-        checkpoint of the same step is replaced. Raises RunError when the disk refuses; whatever else `write` raises
-        passes through. Either way nothing of the attempt is left and earlier checkpoints are untouched.
+        `metadata` is JSON without NaN. A checkpoint of the same step is replaced. Raises RunError when the disk
+        refuses; whatever else `write` raises passes through. Either way nothing of the attempt is left and earlier
+        checkpoints are untouched.
         """
-        score = score if score is not None and math.isfinite(score) else None
         unfinished = self._folder / f"{_WRITING}step-{step}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir()
             write(unfinished)
-            self._seal(unfinished, step, metadata, score)
+            self._seal(unfinished, step, metadata)
             self._put_in_place(unfinished, step)
             write_atomically(self._folder / LATEST, f"step-{step}\n")
         except OSError as error:
@@ -85,26 +78,39 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        self._prune()
+        return Checkpoint(step, self._folder / f"step-{step}", dict(metadata), None)
+
+    def rate(self, step: int, score: float) -> None:
+        """Note how good a checkpoint is, higher being better; a score that is not finite says nothing."""
+        folder = self._folder / f"step-{step}"
+        record = self._records().get(folder)
+        if record is None or not math.isfinite(score):
+            return
         try:
-            self._prune()
+            write_atomically(folder / METADATA, _written(record.model_copy(update={"score": score})))
         except OSError as error:
-            # No state is lost; if it matters the disk fills, and the next save says so.
-            _log.warning("%s: old checkpoints could not be removed: %s", self._folder, error)
-        return Checkpoint(step, self._folder / f"step-{step}", dict(metadata), score)
+            raise RunError(f"{folder}: its score could not be noted: {error.strerror or error}") from error
+        self._prune()
 
     def newest(self) -> Checkpoint | None:
         """The whole checkpoint that was saved last; see `newest_checkpoint`."""
         return newest_checkpoint(self._folder)
 
+    def best(self) -> Checkpoint | None:
+        """The one with the highest score; of equals the newest, which has seen more training."""
+        folder = _best(self._records())
+        return None if folder is None else open_checkpoint(folder)
+
     def _records(self) -> dict[Path, _Record]:
         return {folder: record for folder in _step_folders(self._folder) if (record := _record_or_reason(folder)[0])}
 
-    def _seal(self, folder: Path, step: int, metadata: Mapping[str, JsonValue], score: float | None) -> None:
+    def _seal(self, folder: Path, step: int, metadata: Mapping[str, JsonValue]) -> None:
         """Add the manifest and force everything onto the disk."""
         assert not (folder / METADATA).exists(), f"{METADATA} is the store's own"
         serial = 1 + max((record.serial for record in self._records().values()), default=0)
-        record = _Record(step=step, serial=serial, score=score, metadata=dict(metadata), files=_manifest(folder))
-        _write_flushed(folder / METADATA, json.dumps(record.model_dump(), allow_nan=False, indent=1))
+        record = _Record(step=step, serial=serial, score=None, metadata=dict(metadata), files=_manifest(folder))
+        _write_flushed(folder / METADATA, _written(record))
         _flush_folders(folder)
 
     def _put_in_place(self, finished: Path, step: int) -> None:
@@ -121,14 +127,15 @@ class CheckpointStore:
         records = self._records()
         newest_first = sorted(records, key=lambda folder: records[folder].serial, reverse=True)
         keep = set(newest_first[: self._keep_last])
-        scores = {folder: record.score for folder, record in records.items() if record.score is not None}
-        if self._keep_best and scores:
-            # Of equals, the newest: it has seen more training.
-            keep.add(max(scores, key=lambda folder: (scores[folder], records[folder].serial)))
-        for folder in set(records) - keep:
-            # Renamed first, so that a kill cannot leave a half-removed folder under a checkpoint's name.
-            condemned = folder.rename(self._folder / f"{_WRITING}removing-{folder.name}")
-            shutil.rmtree(condemned)
+        best = _best(records) if self._keep_best else None
+        try:
+            for folder in set(records) - keep - {best}:
+                # Renamed first, so that a kill cannot leave a half-removed folder under a checkpoint's name.
+                condemned = folder.rename(self._folder / f"{_WRITING}removing-{folder.name}")
+                shutil.rmtree(condemned)
+        except OSError as error:
+            # No state is lost; if it matters the disk fills, and the next save says so.
+            _log.warning("%s: old checkpoints could not be removed: %s", self._folder, error)
 
     def _tidy(self) -> None:
         """Clear away what a killed process left."""
@@ -236,6 +243,15 @@ class _Record(Config):
     score: float | None
     metadata: dict[str, JsonValue]
     files: dict[str, _File]
+
+
+def _written(record: _Record) -> str:
+    return json.dumps(record.model_dump(), allow_nan=False, indent=1)
+
+
+def _best(records: Mapping[Path, _Record]) -> Path | None:
+    scores = {folder: record.score for folder, record in records.items() if record.score is not None}
+    return max(scores, key=lambda folder: (scores[folder], records[folder].serial), default=None)
 
 
 def _step_folders(folder: Path) -> list[Path]:

@@ -14,7 +14,8 @@ import torch
 
 from qarl import __version__
 from qarl.ops import library
-from qarl.ops.kernels import int8_is_exact, kernels
+from qarl.ops.cpu import CpuKernels
+from qarl.ops.kernels import integers_are_exact, kernels
 from qarl.ops.operand import is_integer
 from qarl.quant import SCHEMES, Scheme
 
@@ -65,7 +66,7 @@ def examine() -> dict[str, Any]:
         "compiler": built.compiler,
         "kernel_library": str(built.path) if built.path else None,
         "kernel_library_note": built.reason,
-        "int8_gemm_exact": int8_is_exact(),
+        "integer_gemm_exact": integers_are_exact(kernels()),
         "kernels": {name: f"{found.state}: {found.how}" for name, found in scheme_kernels().items()},
         "packages": {name: installed(name, extra) for name, extra in PACKAGES.items()},
     }
@@ -78,16 +79,23 @@ def scheme_kernels() -> dict[str, Kernel]:
 
 
 def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
-    if is_integer(scheme) and not int8_is_exact():
-        return Kernel("absent", "torch's integer GEMM is not exact on this CPU")
+    if is_integer(scheme) and not integers_are_exact(kernels()):
+        return Kernel("absent", "the integer GEMM is not exact on this CPU")
     if is_integer(scheme):
         rows = "C row kernels" if compiled else "torch row operations (no C kernels)"
-        return Kernel("real" if compiled else "emulated", f"exact integer GEMM of torch, {rows}")
+        return Kernel("real" if compiled else "emulated", f"exact integer GEMM ({integer_path()}), {rows}")
     if not compiled:
         return Kernel("emulated", "torch reference operations (no C kernels)")
     if not scheme.quantized:
         return Kernel("real", "fixed-order fp32 GEMM in C")
     return Kernel("emulated", "codes expanded to fp32 for the fixed-order GEMM in C")
+
+
+def integer_path() -> str:
+    """Which instructions the integer GEMM uses here."""
+    chosen = kernels()
+    level = chosen.integer_level if isinstance(chosen, CpuKernels) else 0
+    return ("torch's", "AVX-512 VNNI, in C", "AMX tiles, in C")[level]
 
 
 def installed(name: str, extra: str) -> str:

@@ -110,8 +110,10 @@ def _rule(details: ErrorDetails, place: Place) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return "must be a table of keys"
-    return details["msg"].replace("Input should be", "must be").replace("tuple", "list") + _meaning(place)
+        is_name = is_choice(place.kind) and isinstance(details["input"], str)
+        return "must be a table of keys" + (f"; write {place.key}.type = {details['input']!r}" if is_name else "")
+    message = details["msg"].replace("Input should", "must").replace("String should", "must")
+    return message.replace("tuple", "list") + _meaning(place)
 
 
 def _meaning(place: Place) -> str:
@@ -125,7 +127,9 @@ def _tags(place: Place) -> Iterator[str]:
 
 def _shows_value(details: ErrorDetails) -> bool:
     hidden = ("missing", "union_tag_invalid", "union_tag_not_found")
-    return bool(details["loc"]) and details["type"] not in hidden
+    # What a whole table breaks is said in terms of its keys.
+    is_whole_table = details["type"] == "value_error" and isinstance(details["input"], dict)
+    return bool(details["loc"]) and details["type"] not in hidden and not is_whole_table
 
 
 def _brief(value: object) -> str:

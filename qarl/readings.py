@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qarl.metrics import Max, Mean, Metrics, Sum
-from qarl.records import Completion, Group, GroupRewards
+from qarl.records import Group, GroupRewards
 
 ERROR_TOKEN_LOGPROB = math.log(1e-4)
 """A sampled token less likely than this is counted as an error token (TBPO's name for what starts a collapse)."""
@@ -45,7 +45,8 @@ def completion_metrics(groups: Sequence[Group]) -> Metrics:
     """
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion) for completion in completions]
-    repeated, ngrams = (sum(counts) for counts in zip(*map(_repeated_ngrams, completions), strict=True))
+    counts = [repeated_ngrams(one.token_ids.tolist(), REPETITION_NGRAM) for one in completions]
+    repeated, ngrams = (sum(column) for column in zip(*counts, strict=True))
     improbable = sum(int((one.engine_logprobs < ERROR_TOKEN_LOGPROB).sum()) for one in completions)
     truncated = sum(completion.finish_reason == "length" for completion in completions)
     return {
@@ -62,12 +63,11 @@ def num_tokens(groups: Sequence[Group]) -> int:
     return sum(len(completion) for group in groups for completion in group.completions)
 
 
+def repeated_ngrams(token_ids: Sequence[int], length: int) -> tuple[int, int]:
+    """How many runs of `length` tokens repeat an earlier one, and how many there are; none in a shorter text."""
+    ngrams = [tuple(token_ids[start : start + length]) for start in range(len(token_ids) - length + 1)]
+    return len(ngrams) - len(set(ngrams)), len(ngrams)
+
+
 def _finite(values: Tensor) -> Tensor:
     return values[~values.isnan()]
-
-
-def _repeated_ngrams(completion: Completion) -> tuple[int, int]:
-    """(repeated, all) n-grams of one completion."""
-    tokens = completion.token_ids.tolist()
-    ngrams = [tuple(tokens[start : start + REPETITION_NGRAM]) for start in range(len(tokens) - REPETITION_NGRAM + 1)]
-    return len(ngrams) - len(set(ngrams)), len(ngrams)

@@ -41,8 +41,8 @@ class EvalConfig(Config):
     def _greedy_answers_are_all_the_same(self) -> Self:
         if self.temperature == 0.0 and self.samples > 1:
             raise ValueError(
-                f"eval.samples = {self.samples} with eval.temperature = 0: greedy answers are all the same; "
-                "set eval.samples = 1 or a temperature above 0"
+                f"samples = {self.samples} with temperature = 0: greedy answers are all the same; set samples = 1 or a "
+                "temperature above 0"
             )
         return self
 
@@ -52,6 +52,9 @@ class CheckpointConfig(Config):
 
     every: int = Field(10, ge=1, description="Steps between checkpoints; there is always one at the end.")
     keep_last: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
+    keep_best: bool = Field(
+        False, description="Also keep the one with the highest held-out pass@1, of those that `eval.every` measured."
+    )
 
 
 class Recipe(Config):
@@ -90,7 +93,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _choices_fit_together(self) -> Self:
-        complaints = [*_group_complaints(self), *_name_complaints(self)]
+        complaints = [*_group_complaints(self), *_update_complaints(self), *_eval_complaints(self)]
         if complaints:
             raise ValueError("; ".join(complaints))
         return self
@@ -146,7 +149,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             raise ConfigurationError(f"{argument}: is no option; override a recipe's key as --key.sub=value")
         if not equals:
             if not waiting or waiting[0].startswith("--"):
-                raise ConfigurationError(f"--{key}: has no value; write --{key}=value")
+                raise ConfigurationError(
+                    f"--{key}: has no value; write --{key}=value (`--help` lists the options that take none)"
+                )
             text = waiting.pop(0)
         parts = re.findall(r'"[^"]*"|[^."]+', key)
         overrides.append(Override(tuple(part.strip('"') for part in parts), _toml_value(text)))
@@ -191,27 +196,47 @@ def _differences(before: Any, after: Any, key: str) -> list[str]:
 
 
 def _group_complaints(recipe: Recipe) -> list[str]:
+    if recipe.group_size > 1 or not recipe.advantage.needs_group:
+        return []
+    return [
+        f"group_size = 1 with advantage.type = '{recipe.advantage.type}': a single completion has nothing to be "
+        "compared with; set group_size to 2 or more, or advantage.type = 'none'"
+    ]
+
+
+def _update_complaints(recipe: Recipe) -> list[str]:
     complaints = []
-    if recipe.group_size == 1 and recipe.advantage.needs_group:
+    updates = recipe.learner.updates_per_batch
+    if recipe.prompts_per_step % updates:
         complaints.append(
-            f"group_size = 1 with advantage.type = '{recipe.advantage.type}': a single completion has nothing to be "
-            "compared with; set group_size to 2 or more, or advantage.type = 'none'"
+            f"learner.updates_per_batch = {updates} does not divide prompts_per_step = {recipe.prompts_per_step}: "
+            "every update takes the same number of prompts; change one of the two"
         )
-    if recipe.prompts_per_step % recipe.learner.updates_per_batch:
+    if updates > 1 and not recipe.objective.allows_several_updates:
         complaints.append(
-            f"learner.updates_per_batch = {recipe.learner.updates_per_batch} does not divide "
-            f"prompts_per_step = {recipe.prompts_per_step}: every update takes the same number of prompts; "
-            "change one of the two"
+            f"learner.updates_per_batch = {updates} with objective.type = '{recipe.objective.type}': it has no ratio "
+            "that follows the policy from one update to the next; set learner.updates_per_batch = 1, or "
+            "objective.type = 'grpo'"
         )
+    try:
+        recipe.learner.schedule(0, recipe.steps)
+    except ConfigurationError as error:
+        complaints.append(str(error))
     return complaints
 
 
-def _name_complaints(recipe: Recipe) -> list[str]:
+def _eval_complaints(recipe: Recipe) -> list[str]:
+    complaints = []
     wanted = recipe.eval.correct_term if recipe.eval is not None else None
     labels = [term.label for term in recipe.rewards]
-    if wanted is None or wanted in labels:
-        return []
-    return [f"eval.correct_term = '{wanted}' is no reward term; {did_you_mean(wanted, labels)}"]
+    if wanted is not None and wanted not in labels:
+        complaints.append(f"eval.correct_term = '{wanted}' is no reward term; {did_you_mean(wanted, labels)}")
+    if recipe.checkpoint.keep_best and (recipe.eval is None or recipe.eval.every == 0):
+        complaints.append(
+            "checkpoint.keep_best = true without evaluations during the run: nothing says which is best; set "
+            f"eval.every, for example to checkpoint.every = {recipe.checkpoint.every}"
+        )
+    return complaints
 
 
 def _place(path: Sequence[str]) -> Place:

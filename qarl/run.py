@@ -79,7 +79,7 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
         write_atomically(folder.recipe, to_toml(recipe))
         log.info("run folder %s", folder.path)
         log.info("%s", system.account)
-        store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last)
+        store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
         trackers = _trackers(folder, start.step, console)
         run = _Run(recipe, system, store, trackers, start.step)
         try:
@@ -92,10 +92,8 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
                 f"interrupted after {run.done} of {recipe.steps} steps, which are saved; "
                 f"go on with the same recipe and --resume {folder.path}"
             ) from None
-        except RunError as error:
-            kept = store.newest()
-            saved = f"{kept.folder} is the last checkpoint" if kept is not None else "no checkpoint was saved yet"
-            raise RunError(f"{error}; {saved}") from error
+        except (ConfigurationError, RunError) as error:
+            raise type(error)(f"{error}; {run.keep()}") from error
         finally:
             trackers.close()
         summary = summarize(folder.path, recipe) | {
@@ -103,6 +101,9 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
             "tracker_failures": trackers.failures,
             "picture": str(draw(folder.path)),
         }
+        best = store.best() if recipe.checkpoint.keep_best else None
+        if best is not None:
+            summary |= {"best_checkpoint": str(best.folder), "best_held_out": best.score}
         log.info("%s", describe(summary))
     return summary
 
@@ -130,7 +131,7 @@ def summarize(folder: Path, recipe: Recipe) -> dict[str, Any]:
         summary["reward_first"] = steps[0].get("reward/mean")
         summary["reward_last"] = steps[-1].get("reward/mean")
     if evaluations and recipe.eval is not None:
-        name = f"eval/{recipe.eval.name}/pass@1"
+        name = pass_at_1(recipe.eval.name)
         summary["held_out_before"] = evaluations[0].get(name)
         summary["held_out_after"] = evaluations[-1].get(name)
     return summary
@@ -152,10 +153,17 @@ def describe(summary: Mapping[str, Any]) -> str:
     lines = [f"finished {summary['steps']} steps in {summary['seconds']:.1f} s"]
     if summary.get("held_out_after") is not None:
         lines.append(f"held-out pass@1: {summary['held_out_before']:.3f} before, {summary['held_out_after']:.3f} after")
+    if "best_checkpoint" in summary:
+        lines.append(f"best checkpoint: {summary['best_checkpoint']}, held-out pass@1 {summary['best_held_out']:.3f}")
     lines.append(f"alignment measured: {summary['alignment']}")
     if summary["tracker_failures"]:
         lines.append(f"{summary['tracker_failures']} trackers failed, see run.log")
     return "\n".join([*lines, f"run folder: {summary['run_dir']}", f"picture: {summary['picture']}"])
+
+
+def pass_at_1(name: str) -> str:
+    """The metric by which weights are compared, for held-out questions of this name."""
+    return f"eval/{name}/pass@1"
 
 
 class _Run:
@@ -171,6 +179,8 @@ class _Run:
         self._store = store
         self._trackers = trackers
         self._saved: int | None = None
+        # Whether a step was finished here and nothing has begun to change the learner since.
+        self._is_whole = False
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
@@ -188,10 +198,12 @@ class _Run:
         for line in (line for group in rewards for line in group.errors):
             log.warning("step %d: %s", step + 1, line)
         self._trackers.rollout(step, groups, rewards)
+        self._is_whole = False
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackers.step(step, metrics)
         self.done = step + 1
+        self._is_whole = True
         if self.done % self._recipe.checkpoint.every == 0:
             self.save()
 
@@ -209,6 +221,17 @@ class _Run:
             self._saved = self.done
             log.info("saved %s", checkpoint.folder)
 
+    def keep(self) -> str:
+        """After a failure: save the last finished step, unless the failure struck in the middle of the next update;
+        says what there is to go on from."""
+        if self._is_whole:
+            try:
+                self.save()
+            except RunError as error:
+                log.error("%s", error)
+        kept = self._store.newest()
+        return f"{kept.folder} is the last checkpoint" if kept is not None else "no checkpoint was saved yet"
+
     def _measure(self, step: int) -> Metrics:
         """Held-out figures of the weights after `step` steps; none without held-out questions."""
         if self._questions is None:
@@ -216,6 +239,8 @@ class _Run:
         seed = (self._recipe.seed, EVALUATION_STEP)
         metrics = evaluate(self._cast.engine, self._cast.reward, self._questions, seed)
         self._trackers.evaluation(step, values(metrics))
+        if self._saved == step:
+            self._store.rate(step, metrics[pass_at_1(self._questions.name)].value())
         return metrics
 
 

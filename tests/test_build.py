@@ -7,6 +7,8 @@ import torch
 
 from qarl.build import build
 from qarl.errors import ConfigurationError
+from qarl.ops.kernels import using
+from qarl.ops.reference import ReferenceKernels
 from qarl.recipe import Recipe, load_recipe
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
@@ -47,6 +49,11 @@ def test_an_unaligned_learner_disagrees_and_the_account_says_so() -> None:
     advantages = [torch.tensor([1.0, -1.0, 0.5, -0.5])] * 2
     assert learner.update(groups, advantages)["mismatch/max_abs"].value() > 0.0
     assert "alignment none: none, as asked" in system.account
+
+
+def test_without_the_c_kernels_the_account_promises_less() -> None:
+    with using(ReferenceKernels()):
+        assert "alignment auto: codes, not exact" in build(recipe_of()).account
 
 
 def test_without_held_out_questions_there_are_none(tmp_path: Path) -> None:

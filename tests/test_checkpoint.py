@@ -36,7 +36,9 @@ def writer(content: str) -> Callable[[Path], None]:
 
 
 def save(store: CheckpointStore, step: int, score: float | None = None) -> None:
-    store.save(step, writer(f"state {step} "), {"step": step, "version": step + 1}, score)
+    store.save(step, writer(f"state {step} "), {"step": step, "version": step + 1})
+    if score is not None:
+        store.rate(step, score)
 
 
 def names(folder: Path) -> list[str]:
@@ -104,6 +106,25 @@ def test_a_score_that_is_not_a_number_is_never_best(tmp_path: Path) -> None:
     for step, score in [(1, 0.2), (2, float("nan")), (3, float("inf")), (4, None)]:
         save(store, step, score)
     assert names(tmp_path) == ["latest", "step-1", "step-4"]
+
+
+def test_the_best_is_named_and_a_score_given_later_counts(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3, keep_best=True)
+    save(store, 1)
+    save(store, 2, 0.3)
+    found = CheckpointStore(tmp_path).best()
+    assert found is not None and (found.step, found.score) == (2, 0.3)
+    store.rate(1, 0.4)
+    found = store.best()
+    assert found is not None and (found.step, found.score, found.metadata) == (1, 0.4, {"step": 1, "version": 2})
+    store.rate(9, 1.0)
+    assert names(tmp_path) == ["latest", "step-1", "step-2"]
+
+
+def test_without_scores_there_is_no_best(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    assert store.best() is None
 
 
 def test_newest_is_the_last_saved_even_when_its_step_is_lower(tmp_path: Path) -> None:

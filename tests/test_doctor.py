@@ -15,7 +15,7 @@ def test_the_examination_is_json_and_names_every_scheme_and_package() -> None:
     assert set(found["kernels"]) == set(SCHEMES)
     assert set(found["packages"]) == set(PACKAGES)
     assert found["packages"]["torch"] == torch.__version__
-    assert isinstance(found["int8_gemm_exact"], bool)
+    assert isinstance(found["integer_gemm_exact"], bool)
 
 
 def test_without_c_kernels_every_scheme_is_emulated() -> None:

@@ -1,9 +1,9 @@
 """Where a problem is said to be, and what is said about it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from qarl.config import Config
 from qarl.explain import did_you_mean, is_choice, locate, problems
@@ -26,8 +26,20 @@ class Pen(Config):
     colour: Literal["black", "blue"] = "black"
 
 
+class Frame(Config):
+    outer: int
+    inner: int
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.inner > self.outer:
+            raise ValueError(f"inner {self.inner} is above outer {self.outer}")
+        return self
+
+
 class Drawing(Config):
-    title: str = Field(description="What it shows.")
+    title: str = Field(min_length=1, description="What it shows.")
+    frame: Frame | None = None
     main: Shape = Field(default_factory=Circle)
     others: tuple[Shape, ...] = Field((), strict=False)
     pen: Pen | None = None
@@ -49,6 +61,14 @@ def test_a_value_out_of_range_comes_with_the_rule_and_the_key_s_meaning() -> Non
     assert lines({"others": [{"type": "square"}, {"type": "circle", "radius": 0}]}) == [
         "in:others.1.radius: others.1.radius = 0: must be greater than 0 (Half the width.)"
     ]
+
+
+def test_a_table_that_contradicts_itself_is_not_printed_whole() -> None:
+    assert lines({"frame": {"outer": 1, "inner": 2}}) == ["in:frame: frame: inner 2 is above outer 1"]
+
+
+def test_a_text_out_of_range_comes_with_the_rule() -> None:
+    assert lines({"title": ""}) == ["in:title: title = '': must have at least 1 character (What it shows.)"]
 
 
 def test_an_unknown_choice_names_the_known_ones() -> None:

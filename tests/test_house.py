@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "learner": GROUND + " models ops quant sync objectives optim checkpoint",
         "advantages": GROUND,
         "prompts": GROUND,
-        "rewards": GROUND,
+        "rewards": GROUND + " readings",
         "tracking": GROUND,
         # Parts of a run: what happens in it, what it leaves on disk, what it is configured by.
         "interrupts": "",
@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "bench": GROUND + " " + ROOMS + " " + RUN,
         "doctor": GROUND + " ops quant",
         "cli": GROUND + " align assess bench doctor tracking " + RUN,
+        "__main__": "cli",
     }.items()
 }
 

@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
 from qarl.metrics import values
-from qarl.readings import completion_metrics, num_tokens, reward_metrics
+from qarl.readings import completion_metrics, num_tokens, repeated_ngrams, reward_metrics
 from qarl.records import Completion, FinishReason, Group, GroupRewards, Prompt
 
 
@@ -54,6 +55,20 @@ def test_repetition_is_the_share_of_four_grams_seen_before() -> None:
 
 def test_repetition_of_completions_too_short_to_repeat_is_zero() -> None:
     assert values(completion_metrics([group(completion([1, 1]))]))["completion/repetition"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "counts"),
+    [
+        ([1, 2, 3, 4], 2, (0, 3)),
+        ([1, 1, 1, 1], 2, (2, 3)),
+        ([1, 2, 1, 2, 1], 1, (3, 5)),
+        ([1, 2], 4, (0, 0)),
+        ([], 1, (0, 0)),
+    ],
+)
+def test_ngrams_that_repeat_an_earlier_one_are_counted(tokens: list[int], length: int, counts: tuple[int, int]) -> None:
+    assert repeated_ngrams(tokens, length) == counts
 
 
 def test_error_tokens_are_those_below_one_in_ten_thousand() -> None:

@@ -106,6 +106,8 @@ def test_overrides_are_split_at_dots_outside_quotes() -> None:
         ("--steps=2.5", "command line: steps = 2.5: must be a valid integer"),
         ("--group_size=1", "set group_size to 2 or more, or advantage.type = 'none'"),
         ("--learner.updates_per_batch=3", "does not divide prompts_per_step = 8"),
+        ("--learner.schedule.warmup_steps=101", "warmup_steps = 101 is more than the 100 steps of the run; lower it"),
+        ("--checkpoint.keep_best=true", "nothing says which is best; set eval.every"),
         ("--rewards.2.type=length", "'2' is no position in a list of 1; count from 0"),
         ("--model.name=x", "model is a value and has no keys of its own"),
         ("--eval.correct_term=ansr", "is no reward term; did you mean 'answer'?"),
@@ -134,8 +136,16 @@ def test_all_problems_are_reported_at_once(small: Path) -> None:
 
 def test_greedy_held_out_answers_are_asked_for_once(small: Path) -> None:
     assert "greedy answers are all the same" in refusal(small, "--eval.temperature=0", "--eval.samples=4")
+    assert "eval: samples = 4 with temperature = 0" in refusal(small, "--eval.temperature=0", "--eval.samples=4")
     once = load_recipe(small, ["--eval.temperature=0"]).eval
     assert once is not None and once.samples == 1
+
+
+def test_several_updates_a_batch_need_an_objective_with_a_ratio(small: Path) -> None:
+    found = refusal(small, "--objective.type=reinforce", "--learner.updates_per_batch=2")
+    assert "no ratio that follows the policy" in found and "objective.type = 'grpo'" in found
+    assert load_recipe(small, ["--objective.type=reinforce"]).objective.type == "reinforce"
+    assert load_recipe(small, ["--learner.updates_per_batch=2"]).learner.updates_per_batch == 2
 
 
 def test_one_completion_a_prompt_is_fine_without_a_group_advantage(small: Path) -> None:

@@ -14,9 +14,10 @@ from qarl.build import System, build
 from qarl.checkpoint import newest_checkpoint
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
-from qarl.metrics import Metrics
+from qarl.loop import Cast
+from qarl.metrics import Last, Metrics
 from qarl.recipe import Recipe, load_recipe
-from qarl.records import Advantages, Group
+from qarl.records import Advantages, Group, GroupRewards
 from qarl.run import Start, describe, dry_run, measured_alignment, open_run, summarize, train
 from qarl.tracking.console import Console
 from qarl.tracking.jsonl import read_lines
@@ -129,6 +130,54 @@ def test_a_run_that_fails_names_its_last_checkpoint_and_leaves_its_batch(tmp_pat
     with pytest.raises(RunError, match=r"gradient overflow; .*step-2 is the last checkpoint"):
         run_in(folder, recipe, failing)
     assert (folder / "completions" / "step-3.jsonl").exists()
+
+
+def test_a_failure_between_updates_loses_no_finished_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100")
+    system = build(recipe)
+    cast = system.cast
+    calls: list[int] = []
+
+    def failing(groups: Sequence[Group]) -> list[GroupRewards]:
+        calls.append(len(groups))
+        if len(calls) == 4:  # one evaluation and two steps went well
+            raise RunError("the reward has run out")
+        return cast.reward(groups)
+
+    broken = Cast(cast.prompts, cast.engine, failing, cast.advantage, cast.learner)
+    with pytest.raises(RunError, match=r"the reward has run out; .*step-2 is the last checkpoint"):
+        run_in(folder, recipe, System(broken, system.plan, system.questions, system.account))
+    run_in(folder, recipe)
+    run_in(tmp_path / "unbroken", recipe)
+    assert timeless(folder) == timeless(tmp_path / "unbroken")
+
+
+def test_a_failure_while_restoring_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in(folder, recipe_of("--steps=1"))
+    before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*.*")}
+    recipe = recipe_of("--steps=2")
+    system = build(recipe)
+    failing = SignallingLearner(system, at_version=9)
+    failing.restore = refuse_to_restore
+    with pytest.raises(RunError, match=r"another model; .*step-1 is the last checkpoint"):
+        run_in(folder, recipe, with_learner(system, failing))
+    assert {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*.*")} == before
+
+
+def refuse_to_restore(folder: Path) -> None:
+    raise RunError("another model")
+
+
+def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracies = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    monkeypatch.setattr("qarl.run.evaluate", lambda *_: {"eval/held_out/pass@1": Last(next(accuracies))})
+    every = ("--checkpoint.every=1", "--eval.every=1", "--checkpoint.keep_last=1", "--checkpoint.keep_best=true")
+    said = run_in(tmp_path / "run", recipe_of("--steps=4", *every))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["latest", "step-1", "step-4"]
+    assert f"best checkpoint: {tmp_path / 'run' / 'checkpoints' / 'step-1'}, held-out pass@1 0.900" in said
 
 
 def test_a_second_run_in_a_folder_goes_on_or_is_refused(tmp_path: Path) -> None:

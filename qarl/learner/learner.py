@@ -245,7 +245,12 @@ def codes_flipped(before: Snapshot, after: Snapshot) -> Mean:
     """The share of weight codes that differ between two versions."""
     changed = total = 0
     for module in after.schemes:
-        old, new = (s.tensors[f"{module}.weight"].view(torch.uint8) for s in (before, after))
+        old, new = (_bits(snapshot.tensors[f"{module}.weight"]) for snapshot in (before, after))
         changed += int(torch.count_nonzero(old != new))
         total += new.numel()
     return Mean(changed, total)
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """Codes as integers of their size, since 8-bit floats cannot be compared."""
+    return codes.view({1: torch.uint8, 2: torch.int16}[codes.element_size()])

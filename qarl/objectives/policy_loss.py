@@ -57,6 +57,11 @@ class PolicyObjective(Config, ABC):
         """Whether the loss cannot be computed without `LossInputs.reference_BT`."""
         return self.kl is not None
 
+    @property
+    def allows_several_updates(self) -> bool:
+        """Whether a rollout batch may feed several updates: the ratio to `old` follows the policy away from it."""
+        return True
+
     @abstractmethod
     def surrogate(self, inputs: LossInputs) -> Surrogate:
         """What this objective maximises, correction included."""

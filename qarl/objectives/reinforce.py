@@ -16,11 +16,16 @@ class Reinforce(CorrectedObjective):
     """`J_t = A new_t` (Williams, 1992): no ratio and no clip, so right for one update per rollout batch.
 
     With `token_tis` it is FlashRL's REINFORCE form, weight `min(learner / engine, C)`. The ratio is reported, not
-    used: with more than one update per batch its drift from 1 is uncorrected.
+    used: its drift from 1 would stay uncorrected, so recipes with more than one update per batch are refused.
     """
 
     type: Literal["reinforce"] = "reinforce"
     aggregation: Aggregation = Field("token_mean", description=AGGREGATION_HELP)
+
+    @property
+    def allows_several_updates(self) -> bool:
+        """Not several: nothing here knows that the policy has moved since the rollout."""
+        return False
 
     def uncorrected(self, inputs: LossInputs) -> Surrogate:
         """J_t at each token [B, T]."""

@@ -184,6 +184,20 @@ void qarl_quantize_rows(const float *x, float limit, int64_t rows, int64_t n, in
     for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row(x + t * n, n, limit, codes + t * n);
 }
 
+// The same onto a grid that needs 16 bits.
+void qarl_quantize_rows_wide(const float *x, float limit, int64_t rows, int64_t n, int16_t *codes, float *scales) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t t = 0; t < rows; t++) {
+        const float *row = x + t * n;
+        int16_t *out = codes + t * n;
+        float amax = row_amax(row, n);
+        int is_zero = amax < SMALLEST_AMAX, is_bad = isnan(amax);
+        float factor = is_zero || is_bad ? 0.0f : limit / amax;
+        for (int64_t i = 0; i < n; i++) out[i] = is_bad ? 0 : (int16_t)__builtin_rintf(row[i] * factor);
+        scales[t] = is_bad ? amax : is_zero ? 1.0f : amax / limit;
+    }
+}
+
 void qarl_gated(const float *gate_up, int64_t rows, int64_t n, float *y) {
 #pragma omp parallel for schedule(static) if (rows * n > 8192)
     for (int64_t t = 0; t < rows; t++) gated_row(gate_up + t * 2 * n, n, y + t * n);

@@ -7,10 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qarl.ops.reference import ReferenceKernels, Scores, Spans
+from qarl.ops.reference import PackedCodes, ReferenceKernels, Scores, Spans
 from qarl.quant.formats import INT8, IntegerFormat
 
 PANEL = 32
+
+LONGEST_SUM = 65536
+"""Largest K whose 16-bit cross products still fit int32."""
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -36,13 +39,17 @@ def as_index(*tensors: Tensor) -> None:
 
 
 class CpuKernels(ReferenceKernels):
-    """Calls into the compiled library. `int8_matmul` uses torch's integer GEMM with our epilogue."""
+    """Calls into the compiled library.
+
+    `integer_level`: 2 where integer GEMMs run on AMX tiles, 1 on AVX-512 VNNI, 0 where torch's has to do.
+    """
 
     name = "cpu"
     exact_matmul = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self.integer_level = int(library.qarl_integer_level())
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         x_TD, y = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
@@ -62,10 +69,11 @@ class CpuKernels(ReferenceKernels):
 
     def quantize_rows(self, x_TK: Tensor, grid: IntegerFormat = INT8) -> tuple[Tensor, Tensor]:
         as_float(x_TK)
-        codes, scales = empty_codes(*x_TK.shape)
-        self.library.qarl_quantize_rows(
-            address(x_TK), ctypes.c_float(grid.largest), *ints(*x_TK.shape), address(codes), address(scales)
-        )
+        rows, width = x_TK.shape
+        codes, scales = empty_codes(rows, width, grid.code_dtype)
+        wide = grid.code_dtype == torch.int16
+        quantize = self.library.qarl_quantize_rows_wide if wide else self.library.qarl_quantize_rows
+        quantize(address(x_TK), ctypes.c_float(grid.largest), *ints(*x_TK.shape), address(codes), address(scales))
         return codes, scales
 
     def gated(self, gate_up_TF: Tensor) -> Tensor:
@@ -82,6 +90,42 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_gated_quantize(address(gate_up_TF), *ints(rows, width), address(codes), address(scales))
         return codes, scales
 
+    def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
+        """Panels of 16 columns by groups of 4 along K (`gemm.c`), where this CPU has integer dot products or tiles."""
+        if self.integer_level == 0:
+            return PackedCodes(codes_NK)
+        n, k = codes_NK.shape
+        rows, width = round_up(n, 64), round_up(k, 64)
+        wide = codes_NK.dtype == torch.int16
+        planes = tuple(torch.empty(rows * width, dtype=torch.int8) for _ in range(1 + wide))
+        corrections = tuple(torch.empty(rows, dtype=torch.int32) for _ in range(1 + wide))
+        pack = self.library.qarl_pack_int16 if wide else self.library.qarl_pack_int8
+        pack(address(codes_NK), *ints(n, k), *map(address, planes), *map(address, corrections))
+        return PackedCodes(codes_NK, planes, corrections)
+
+    def integer_matmul(
+        self,
+        codes_TK: Tensor,
+        row_scales_T: Tensor,
+        weight: PackedCodes,
+        column_scales_N: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        """The GEMM and its epilogue in one pass; by torch where this CPU has no fast integer instructions."""
+        if not weight.planes:
+            return super().integer_matmul(codes_TK, row_scales_T, weight, column_scales_N, bias_N, residual_TN)
+        as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
+        (rows, k), n = codes_TK.shape, len(weight.codes)
+        assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
+        y = torch.empty(rows, n)
+        multiply = self.library.qarl_int8_matmul if len(weight.planes) == 1 else self.library.qarl_int16_matmul
+        packed = map(address, (*weight.planes, *weight.corrections))
+        rest = map(address, (column_scales_N, bias_N, residual_TN))
+        left = map(address, (codes_TK, row_scales_T))
+        multiply(ctypes.c_int(self.integer_level), *left, *packed, *rest, *ints(rows, n, k), address(y))
+        return y
+
     def dequantize(
         self,
         accumulator_TN: Tensor,
@@ -90,7 +134,8 @@ class CpuKernels(ReferenceKernels):
         bias_N: Tensor | None,
         residual_TN: Tensor | None,
     ) -> Tensor:
-        assert accumulator_TN.dtype == torch.int32
+        if accumulator_TN.dtype != torch.int32:
+            return super().dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
         as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
         y = torch.empty(accumulator_TN.shape)
         pointers = map(address, (accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN))
@@ -182,9 +227,7 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_attention_backward(*inputs, *sizes, *tail)
         return dq, dk, dv
 
-    def token_logprobs(
-        self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
-    ) -> Scores:
+    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
         as_float(logits_TV)
         as_index(targets_T)
         scores = Scores(*(logits_TV.new_empty(len(logits_TV)) for _ in range(4)))
@@ -215,8 +258,12 @@ class CpuKernels(ReferenceKernels):
         return tokens, logprobs
 
 
-def empty_codes(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def empty_codes(rows: int, width: int, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, width, dtype=dtype), torch.empty(rows)
 
 
 def layout(spans: Spans) -> tuple[Tensor, ...]:

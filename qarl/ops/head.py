@@ -42,8 +42,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(logits / temperature) [T], and the entropies [T].
 
-    Entropies carry a gradient only if asked, since it costs a pass over the logits. `chunk` bounds how many rows of logits exist at a time. The engine's sampling uses the same sums in the same
-    order, so equal hidden states give equal bits.
+    Entropies carry a gradient only if asked, since it costs a pass over the logits. `chunk` bounds how many rows of
+    logits exist at a time. The engine's sampling uses the same sums in the same order, so equal hidden states give
+    equal bits.
     """
     call = _Call(head.operand, head.norm.eps, 1.0 / temperature, chunk, entropy_gradient)
     return _TokenLogprobs.apply(call, hidden_TD, targets_T, head.norm.gain, head.weight)  # type: ignore[no-any-return]
@@ -69,7 +70,12 @@ class _TokenLogprobs(torch.autograd.Function):
             at = slice(first, first + call.chunk)
             chunk_logits = call.operand.product(prepare_rows(call.operand, "norm", hidden[at], norm), None)
             scores = kernels().token_logprobs(chunk_logits, targets[at], call.inverse_temperature)
-            logprobs[at], shifts[at], sums[at], entropy[at] = scores.logprobs, scores.shifts, scores.sums, scores.entropies
+            logprobs[at], shifts[at], sums[at], entropy[at] = (
+                scores.logprobs,
+                scores.shifts,
+                scores.sums,
+                scores.entropies,
+            )
         if not call.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         ctx.call = call

@@ -24,11 +24,11 @@ def kernels() -> ReferenceKernels:
     return _chosen[-1] if _chosen else _default()
 
 
-def require_exact_int8() -> None:
+def require_exact_integers() -> None:
     """RunError where integer schemes would be silently wrong."""
-    if not int8_is_exact():
+    if not integers_are_exact(kernels()):
         raise RunError(
-            "torch's integer GEMM is not exact on this CPU (it saturates 16-bit sums): schemes w8a8-int8 and w4a8-int8 "
+            "the integer GEMM is not exact on this CPU (it saturates 16-bit sums): schemes w8a8-int8 and w4a8-int8 "
             "would be silently wrong here; use scheme 'none', a weight-only scheme, or another machine"
         )
 
@@ -53,14 +53,20 @@ def _default() -> ReferenceKernels:
 
 
 @cache
-def int8_is_exact() -> bool:
-    """Prove the integer GEMM on its worst case: all codes at +-127 over long reductions, several batch sizes."""
-    for rows in (1, 2, 17, 64):
-        for k in (64, 4096, 16384):
-            ones = torch.full((rows, k), 127, dtype=torch.int8)
-            signs = torch.full((32, k), 127, dtype=torch.int8)
-            signs[1::2] = -127
-            product = torch._int_mm(ones, signs.t())
-            if not torch.equal(product, signs.sign().int()[:, 0].expand(rows, 32) * (127 * 127 * k)):
-                return False
-    return True
+def integers_are_exact(chosen: ReferenceKernels) -> bool:
+    """Prove the integer GEMM on its worst case: the largest codes over long reductions, at several batch sizes."""
+    return all(
+        _worst_case_is_exact(chosen, rows, k, dtype, largest)
+        for rows in (1, 2, 17, 64)
+        for k in (64, 4096, 16384)
+        for dtype, largest in ((torch.int8, 127), (torch.int16, 32512))
+    )
+
+
+def _worst_case_is_exact(chosen: ReferenceKernels, rows: int, k: int, dtype: torch.dtype, largest: int) -> bool:
+    codes = torch.full((rows, k), largest, dtype=dtype)
+    weight = codes.new_full((32, k), largest)
+    weight[1::2] = -largest
+    product = chosen.integer_matmul(codes, torch.ones(rows), chosen.pack_codes(weight), torch.ones(32), None, None)
+    expected = torch.tensor([largest * largest * k, -largest * largest * k]).float().repeat(16)
+    return torch.equal(product, expected.expand(rows, 32))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = (Path(__file__).with_name("cpu.c"), Path(__file__).with_name("gemm.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """No -ffast-math: it would let the compiler reorder reductions."""
 
@@ -49,7 +49,7 @@ def cpu_identity() -> str:
 
 
 def build() -> Build:
-    """Compile `cpu.c` unless the cache holds this very build; never raises for a missing or failing compiler."""
+    """Compile the sources unless the cache holds this very build; never raises for a missing or failing compiler."""
     compiler = find_compiler()
     if compiler is None:
         return Build(None, None, f"no C compiler found (looked for {os.environ.get('CC') or 'cc, gcc, clang'})")
@@ -60,9 +60,9 @@ def build() -> Build:
 
 
 def library_path(compiler: str) -> Path:
-    """Where the cache keeps what this compiler makes of this source, with these flags, on this CPU."""
+    """Where the cache keeps what this compiler makes of the sources, with these flags, on this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([SOURCE.read_text(), *FLAGS, compiler, version, cpu_identity()])
+    key = "\n".join([*(source.read_text() for source in SOURCES), *FLAGS, compiler, version, cpu_identity()])
     return cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
@@ -92,7 +92,7 @@ def _compile(compiler: str, path: Path) -> Build:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         target = Path(scratch) / path.name
-        command = [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"]
+        command = [compiler, *FLAGS, "-o", str(target), *map(str, SOURCES), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             return Build(None, compiler, f"{' '.join(command)} failed: {result.stderr.strip()[:500]}")

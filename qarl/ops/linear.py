@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import Operand, Rows
 from qarl.ops.rows import gated_backward, rms_norm_backward
+from qarl.quant.formats import INT8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,15 +80,16 @@ class _Call:
 
 def prepare_rows(operand: Operand, prologue: str, x: Tensor, norm: Norm | None) -> Rows:
     """The GEMM's left side: the prologue's rows, quantized where the operand wants codes."""
-    k = kernels()
-    if prologue == "norm":
-        assert norm is not None
-        if operand.quantizes_rows:
+    k, grid = kernels(), operand.rows_grid
+    if grid is INT8:  # the fused kernels' grid
+        if norm is not None:
             return k.rms_norm_quantize(x, norm.gain, norm.eps)
-        return k.rms_norm(x, norm.gain, norm.eps), None
-    if prologue == "gated":
-        return k.gated_quantize(x) if operand.quantizes_rows else (k.gated(x), None)
-    return k.quantize_rows(x) if operand.quantizes_rows else (x, None)
+        return k.gated_quantize(x) if prologue == "gated" else k.quantize_rows(x)
+    if norm is not None:
+        x = k.rms_norm(x, norm.gain, norm.eps)
+    elif prologue == "gated":
+        x = k.gated(x)
+    return (x, None) if grid is None else k.quantize_rows(x, grid)
 
 
 class _Project(torch.autograd.Function):

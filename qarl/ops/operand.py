@@ -1,4 +1,4 @@
-"""A published weight in the form its GEMM multiplies: codes and scales, or packed floats.
+"""A published weight in the form its GEMM multiplies: integer codes and scales, or packed floats.
 
 Shape letters: T rows, K in, N out.
 """
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qarl.ops.cpu import CpuKernels
-from qarl.ops.kernels import kernels, require_exact_int8
-from qarl.quant.formats import INT8, IntegerFormat
+from qarl.ops.kernels import kernels, require_exact_integers
+from qarl.ops.reference import PackedCodes
+from qarl.quant.formats import IntegerFormat
 from qarl.quant.qtensor import (
     QTensor,
     dequantize,
@@ -29,19 +30,28 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Operand:
-    """int8 x int8 -> int32, exact: `codes` [N, K] (4-bit codes too), `scales` [N]; activations per token."""
+class IntegerOperand:
+    """Integer codes on both sides, summed exactly; `scales` [N], activations per token on the grid `rows_grid`.
 
-    codes: Tensor
+    4-bit codes are held, and multiplied, as int8.
+    """
+
+    weight: PackedCodes
     scales: Tensor
     bias: Tensor | None
+    rows_grid: IntegerFormat
 
     quantizes_rows = True
+
+    @property
+    def codes(self) -> Tensor:
+        """[N, K], as published."""
+        return self.weight.codes
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         codes_TK, scales_T = rows
         assert scales_T is not None
-        return kernels().int8_matmul(codes_TK, scales_T, self.codes, self.scales, self.bias, residual_TN)
+        return kernels().integer_matmul(codes_TK, scales_T, self.weight, self.scales, self.bias, residual_TN)
 
     def dense(self) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]."""
@@ -68,6 +78,7 @@ class FloatOperand:
     activation: Quantizer | None = None
 
     quantizes_rows = False
+    rows_grid = None
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         x_TK = self.rows_as_float(rows)
@@ -83,7 +94,7 @@ class FloatOperand:
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
 
-Operand = Int8Operand | FloatOperand
+Operand = IntegerOperand | FloatOperand
 
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
@@ -112,20 +123,25 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     quantized = [p for p in parts if isinstance(p, QTensor)]
     assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
     if is_integer(first.scheme):
-        require_exact_int8()
-        return Int8Operand(stack([p.codes for p in quantized]), stack([p.scale[:, 0] for p in quantized]), bias)
+        require_exact_integers()
+        packed = kernels().pack_codes(stack([p.codes for p in quantized]))
+        return IntegerOperand(packed, stack([p.scale[:, 0] for p in quantized]), bias, activation_grid(first.scheme))
     weight = stack([dequantize(p) for p in quantized])
     return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)
 
 
 def is_integer(scheme: Scheme) -> bool:
     """Whether weight and activations are integer codes with one scale a row: the exact GEMM serves it."""
-    quantizers = (scheme.weight, scheme.activation)
-    return (
-        all(q is not None and isinstance(q.granularity, PerRow) for q in quantizers)
-        and scheme.activation is not None
-        and scheme.activation.format is INT8
+    return all(
+        q is not None and isinstance(q.granularity, PerRow) and isinstance(q.format, IntegerFormat)
+        for q in (scheme.weight, scheme.activation)
     )
+
+
+def activation_grid(scheme: Scheme) -> IntegerFormat:
+    """The grid of an integer scheme's activations."""
+    assert scheme.activation is not None and isinstance(scheme.activation.format, IntegerFormat)
+    return scheme.activation.format
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

@@ -36,6 +36,18 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedCodes:
+    """Integer weight codes [N, K] and, for kernels that want another layout, the same in `planes`.
+
+    `corrections` belong to the planes (see `gemm.c`).
+    """
+
+    codes: Tensor
+    planes: tuple[Tensor, ...] = ()
+    corrections: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """Of each row of logits: the target's log-probability, the entropy, and the maximum and sum that made them."""
 
@@ -71,17 +83,28 @@ class ReferenceKernels:
     def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
         return self.quantize_rows(self.gated(gate_up_TF))
 
-    def int8_matmul(
+    def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
+        """Weight codes (int8, or int16 in [-32512, 32512]) in the layout that `integer_matmul` wants."""
+        return PackedCodes(codes_NK)
+
+    def integer_matmul(
         self,
         codes_TK: Tensor,
         row_scales_T: Tensor,
-        weight_NK: Tensor,
+        weight: PackedCodes,
         column_scales_N: Tensor,
         bias_N: Tensor | None,
         residual_TN: Tensor | None,
     ) -> Tensor:
-        """codes @ weight^T exactly in int32, times both scales, plus bias, plus residual."""
-        accumulator_TN = torch._int_mm(codes_TK, weight_NK.t())
+        """codes @ weight^T as exact integers, times both scales, plus bias, plus residual.
+
+        Both sides are int8 or both int16. Sums are rounded to fp32 once, where they pass 2^24.
+        """
+        if codes_TK.dtype == torch.int16:
+            # Sums of up to 2^53 / 2^30 products are exact in float64.
+            accumulator_TN = codes_TK.double() @ weight.codes.double().t()
+        else:
+            accumulator_TN = torch._int_mm(codes_TK, weight.codes.t())
         return self.dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
 
     def dequantize(
@@ -188,9 +211,7 @@ class ReferenceKernels:
             dv[rows] += torch.einsum("hj,hc->jhc", p, grad_THC[t]).unflatten(1, (kv_heads, repeat)).sum(2)
         return dq, dk, dv
 
-    def token_logprobs(
-        self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float
-    ) -> Scores:
+    def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
         """Log-probabilities of `targets_T` and entropies under softmax(logits / temperature)."""
         shifts = logits_TV.max(-1).values
         scaled = (logits_TV - shifts[:, None]) * inverse_temperature

@@ -75,6 +75,6 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 def _check_fits(warmup_steps: int, total_steps: int) -> None:
     if warmup_steps > total_steps:
         raise ConfigurationError(
-            f"schedule.warmup_steps is {warmup_steps}, more than the {total_steps} steps of the run; "
+            f"learner.schedule.warmup_steps = {warmup_steps} is more than the {total_steps} steps of the run; "
             "lower it or train longer"
         )

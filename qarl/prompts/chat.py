@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: Any, **kwargs: Any) -> str: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
 class Renderer:
@@ -79,7 +79,9 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens; for rewards and people, never to be encoded again."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

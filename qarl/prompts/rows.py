@@ -79,9 +79,10 @@ def _required(columns: Mapping[str, Any], name: str, where: str, key: str) -> An
     value = _lookup(columns, name)
     if value is None or value == "":
         problem = "is empty" if name in columns else "is missing"
+        filled = [other for other, content in columns.items() if content not in (None, "")]
         raise ConfigurationError(
-            f"{where}: column `{name}` {problem}; the row has {', '.join(columns) or 'no columns'}. "
-            f"Fill the column in, or name another with {key}{suggestion(name, columns)}"
+            f"{where}: column `{name}` {problem}; the row has {', '.join(filled) or 'no columns'}. "
+            f"Fill the column in, or name another with {key}{suggestion(name, filled)}"
         )
     return value
 

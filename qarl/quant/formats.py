@@ -20,25 +20,22 @@ SLACK = 4 * 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class IntegerFormat:
-    """Signed integers on the symmetric grid [-largest, largest], held in int8 whatever `bits` is.
+    """Signed integers on the symmetric grid [-largest, largest], held in int8, or int16 where that is too narrow.
 
     The most negative two's complement value is unused: only a symmetric grid is idempotent under amax scales.
     """
 
     name: str
     bits: int
-
-    @property
-    def largest(self) -> float:
-        return float(2 ** (self.bits - 1) - 1)
+    largest: float
 
     @property
     def code_dtype(self) -> torch.dtype:
-        return torch.int8
+        return torch.int8 if self.bits <= 8 else torch.int16
 
     def round_to_grid(self, scaled: Tensor) -> Tensor:
-        """Nearest code of finite fp32 values, halves to even, clamped to the grid; int8, same shape."""
-        return scaled.round().clamp_(-self.largest, self.largest).to(torch.int8)
+        """Nearest code of finite fp32 values, halves to even, clamped to the grid; `code_dtype`, same shape."""
+        return scaled.round().clamp_(-self.largest, self.largest).to(self.code_dtype)
 
     def rounding_error(self, scaled: Tensor) -> Tensor:
         """Largest distance from each value inside the grid's range to its code; same shape."""
@@ -73,8 +70,11 @@ class E4M3Format:
 
 NumberFormat = IntegerFormat | E4M3Format
 
-INT8 = IntegerFormat("int8", bits=8)
-INT4 = IntegerFormat("int4", bits=4)
+INT16 = IntegerFormat("int16", bits=16, largest=127.0 * 256.0)
+"""Two int8 planes, code = 256 high + low with |high| <= 127: integer GEMMs multiply it exactly plane by plane."""
+
+INT8 = IntegerFormat("int8", bits=8, largest=127.0)
+INT4 = IntegerFormat("int4", bits=4, largest=7.0)
 E4M3 = E4M3Format()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from qarl.errors import ConfigurationError
-from qarl.quant.formats import E4M3, INT4, INT8, NumberFormat
+from qarl.quant.formats import E4M3, INT4, INT8, INT16, NumberFormat
 from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
 
 
@@ -62,7 +62,8 @@ class Scheme:
         if self.weight is None:
             return 4 * elements
         scale_rows, scale_columns = self.weight.granularity.scale_shape(*shape_NK)
-        code_bytes = elements * self.weight.format.bits // 8 if self.packed else elements
+        bits = self.weight.format.bits if self.packed else max(8, self.weight.format.bits)
+        code_bytes = elements * bits // 8
         return code_bytes + 4 * scale_rows * scale_columns
 
 
@@ -76,6 +77,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("none", None, None),
         Scheme("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
         Scheme("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
+        # Nearly full precision (steps of amax / 32512) from exact integer GEMMs: meant for the output head.
+        Scheme("w16a16-int16", Quantizer(INT16, PerRow()), Quantizer(INT16, PerRow())),
         # The smaller groups serve widths such as SmolLM2-135M's 576, which is no multiple of 128.
         _weight_only_int4("w4a16", 128, narrower=("w4a16-g64", "w4a16-g32")),
         _weight_only_int4("w4a16-g64", 64),

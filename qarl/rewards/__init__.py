@@ -11,7 +11,7 @@ from qarl.rewards.function import Python
 from qarl.rewards.gym import ReasoningGymScore
 from qarl.rewards.math_verify import MathVerify
 from qarl.rewards.scorer import Scorer
-from qarl.rewards.shape import Format, Length, Repetition, repetition
+from qarl.rewards.shape import Format, Length, Repetition
 from qarl.rewards.term import Term
 
 RewardConfig = Annotated[
@@ -40,5 +40,4 @@ __all__ = [
     "Length",
     "Repetition",
     "Python",
-    "repetition",
 ]

@@ -38,6 +38,10 @@ class Answer(Term):
             compiled(self.pattern)
         return self
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("answer",)
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
         references = reference_answers(column(prompt, "answer", self.label), prompt.id, self.label)
         if self.finished_only and completion.finish_reason != "stop":

@@ -38,6 +38,10 @@ class Python(Term):
     )
     style: Literal["trl", "verl"] = Field(description="Signature of the function.")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("data_source", "answer") if self.style == "verl" else ()
+
     def prepare(self) -> None:
         resolve(self.function)
 

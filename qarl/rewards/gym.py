@@ -21,6 +21,10 @@ class ReasoningGymScore(Term):
         default="answer", pattern="^[A-Za-z_]*$", description="Tag around the answer; empty: the whole completion."
     )
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("task", "entry", "task_config")
+
     def prepare(self) -> None:
         _library(self.label)
 

@@ -25,6 +25,10 @@ class MathVerify(Term):
         default=4000, ge=1, description="Only this many last characters of a completion are read, to bound the time."
     )
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("answer",)
+
     def prepare(self) -> None:
         _library(self.label)
 

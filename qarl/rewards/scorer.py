@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qarl.errors import ConfigurationError, RunError
-from qarl.records import Group, GroupRewards
-from qarl.rewards.term import Failure, Outcome, Term
+from qarl.records import Group, GroupRewards, Prompt
+from qarl.rewards.term import Failure, Outcome, Term, column
 
 RESERVED_NAMES = ("mean", "std", "zero_std_groups", "errors")
 """Names of other `reward/*` metrics."""
@@ -38,6 +38,12 @@ class Scorer:
             term.prepare()
         self._terms = tuple(terms)
         self._max_error_share = max_error_share
+
+    def check(self, prompt: Prompt) -> None:
+        """ConfigurationError where the prompt's row lacks a column that a term reads: better now than mid-run."""
+        for term in self._terms:
+            for name in term.columns:
+                column(prompt, name, term.label)
 
     def __call__(self, groups: Sequence[Group]) -> list[GroupRewards]:
         """Total and raw term values [G] of every group."""

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from qarl.readings import repeated_ngrams
 from qarl.records import Completion, Prompt
 from qarl.rewards.answer import compiled
 from qarl.rewards.term import Term
@@ -79,19 +80,14 @@ class Repetition(Term):
     ngram: int = Field(default=4, ge=1, description="Length of the repeated pieces, in tokens.")
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        return -repetition(completion.token_ids.tolist(), self.ngram)
+        repeated, ngrams = repeated_ngrams(completion.token_ids.tolist(), self.ngram)
+        return -repeated / ngrams if ngrams else 0.0
 
 
 def overlong(length: int, max_tokens: int, buffer_tokens: int) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), 0 to -1."""
     excess = length - (max_tokens - buffer_tokens)
     return -min(max(excess / buffer_tokens, 0.0), 1.0)
-
-
-def repetition(token_ids: Sequence[int], ngram: int = 4) -> float:
-    """Share, 0 to 1, of n-grams that repeat an earlier one; 0 for a text shorter than one n-gram."""
-    pieces = [tuple(token_ids[start : start + ngram]) for start in range(len(token_ids) - ngram + 1)]
-    return 1.0 - len(set(pieces)) / len(pieces) if pieces else 0.0
 
 
 def tags_in_order(text: str, tags: Sequence[str]) -> bool:

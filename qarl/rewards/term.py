@@ -38,6 +38,11 @@ class Term(Config):
     def label(self) -> str:
         return self.name or self.type
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a prompt's row without which the term cannot work."""
+        return ()
+
     def prepare(self) -> None:
         """Raise a ConfigurationError where the term cannot work (a library or function is missing)."""
 

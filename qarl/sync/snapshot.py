@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl.errors import RunError
 from qarl.models.decoder import HEAD, Decoder
 from qarl.ops.linear import Projection
-from qarl.ops.operand import Int8Operand, Operand, operand_of, quantize_weight
+from qarl.ops.operand import IntegerOperand, Operand, operand_of, quantize_weight
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import Scheme, scheme_named
 from qarl.records import Snapshot
@@ -96,7 +96,7 @@ def _publish(
             continue
         rows = slice(first_row, first_row := first_row + len(part.codes))
         # Siblings' codes are views of the stacked operand: the bytes that are served are the bytes that are summed.
-        codes = operand.codes[rows] if isinstance(operand, Int8Operand) else part.codes
+        codes = operand.codes[rows] if isinstance(operand, IntegerOperand) else part.codes
         tensors[f"{name}.weight"] = codes
         tensors[f"{name}.weight_scale"] = part.scale
     return operand

@@ -88,6 +88,16 @@ def split_rotate(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     return q, keys.flip(0), values.flip(0)
 
 
+def integer_matmul(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    """With 8-bit codes and, their scales smaller by as much, with 16-bit ones."""
+    found = []
+    for dtype, factor in ((torch.int8, 1), (torch.int16, 251)):
+        weight = k.pack_codes(WEIGHT_CODES.to(dtype) * factor)
+        codes, scales = CODES[rows].to(dtype) * factor, ROW_SCALES[rows] / factor**2
+        found.append(k.integer_matmul(codes, scales, weight, COLUMN_SCALES, BIAS, RESIDUAL[rows]))
+    return tuple(found)
+
+
 def token_logprobs(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     scores = k.token_logprobs(LOGITS[rows], TARGETS[rows], 1 / 0.7)
     return scores.logprobs, scores.shifts, scores.sums, scores.entropies
@@ -104,9 +114,7 @@ ROWWISE: dict[str, Operation] = {
     "quantize_rows": lambda k, rows: k.quantize_rows(X[rows]),
     "gated": lambda k, rows: (k.gated(GATE_UP[rows]),),
     "gated_quantize": lambda k, rows: k.gated_quantize(GATE_UP[rows]),
-    "int8_matmul": lambda k, rows: (
-        k.int8_matmul(CODES[rows], ROW_SCALES[rows], WEIGHT_CODES, COLUMN_SCALES, BIAS, RESIDUAL[rows]),
-    ),
+    "integer_matmul": integer_matmul,
     "dequantize": lambda k, rows: (
         k.dequantize(ACCUMULATOR[rows], ROW_SCALES[rows], COLUMN_SCALES, BIAS, RESIDUAL[rows]),
     ),
@@ -119,6 +127,7 @@ ROWWISE: dict[str, Operation] = {
 }
 NO_ROWS = {
     "pack": "lays out a weight",
+    "pack_codes": "lays out a weight",
     "unpack": "lays out a weight",
     "attention_backward": "sums over queries; the engine has no gradient",
 }
@@ -183,6 +192,7 @@ class LastBit(CpuKernels):
 
     def __init__(self, kernels: CpuKernels, operation: str) -> None:
         super().__init__(kernels.library)
+        self.integer_level = kernels.integer_level
         self.calls = 0
         exact: Callable[..., Any] = getattr(kernels, operation)
 
@@ -228,10 +238,11 @@ def scored(decoder: Decoder, groups: list[Group], temperature: float) -> tuple[T
     return micro.engine_BL[micro.mask_BL], found[0]
 
 
-@pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
+@pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "w16a16-int16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_engine_and_learner_agree_to_the_bit(cpu: CpuKernels, scheme, temperature):
-    engine, learner = rollout_and_score(scheme, temperature, cpu)
+    with using(cpu):
+        engine, learner = rollout_and_score(scheme, temperature, cpu)
     assert len(engine) == 24
     assert torch.equal(engine, learner)
 
@@ -247,7 +258,7 @@ SERVED_BY = {
     "rms_norm_quantize": "w8a8-int8",
     "quantize_rows": "w8a8-int8",
     "gated_quantize": "w8a8-int8",
-    "int8_matmul": "w8a8-int8",
+    "integer_matmul": "w8a8-int8",
     "dequantize": "w8a8-int8",
 }
 """Every operation of the engine, and a scheme whose forward calls it."""
@@ -259,8 +270,12 @@ def test_every_operation_of_the_engine_is_tried():
 
 @pytest.mark.parametrize(("name", "scheme"), SERVED_BY.items())
 def test_one_last_bit_changed_in_the_engine_alone_is_seen(cpu: CpuKernels, name, scheme):
-    changed = LastBit(cpu, name)
-    engine, learner = rollout_and_score(scheme, 0.0 if name == "token_logprobs" else 0.8, changed)
+    exact = CpuKernels(cpu.library)
+    if name == "dequantize":  # a step of its own only where torch multiplies the integers
+        exact.integer_level = 0
+    changed = LastBit(exact, name)
+    with using(exact):
+        engine, learner = rollout_and_score(scheme, 0.0 if name == "token_logprobs" else 0.8, changed)
     assert changed.calls > 0
     assert not torch.equal(engine, learner)
     torch.testing.assert_close(engine, learner, rtol=0.1, atol=0.5)

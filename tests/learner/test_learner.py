@@ -267,6 +267,17 @@ def test_aligned_ratios_of_the_first_update_are_exactly_1_and_those_of_the_secon
     assert found["objective/ratio_max"] > 1.0
 
 
+def test_the_second_update_of_a_batch_multiplies_what_the_first_one_left(small):
+    spy = Spy()
+    twice, once = small.learner("w8a8-int8", spy, updates_per_batch=2), small.learner("w8a8-int8")
+    groups = small.rollout(twice, 3, 40, 7, 5)
+    advantages = small.advantages(groups)
+    twice.update(groups, advantages)
+    once.update(groups[:2], advantages[:2])
+    micro = pack(shares_of(groups[2:], advantages[2:]))
+    assert torch.equal(spy.inputs[1].new_BT, micro.frame(once.logprobs(micro)[0]))
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_unaligned_old_logprobs_are_the_learners_and_the_mismatch_shows(small, updates: int):
     spy = Spy(Grpo())
@@ -342,16 +353,18 @@ def test_tokens_of_another_version_are_refused(small):
 
 
 def test_flipped_codes_are_counted_over_all_modules():
-    def snapshot(a: list[int], b: list[float]) -> Snapshot:
+    def snapshot(a: list[int], b: list[float], c: list[int]) -> Snapshot:
         tensors = {
             "a.weight": torch.tensor(a, dtype=torch.int8),
             "b.weight": torch.tensor(b).to(torch.float8_e4m3fn),
+            "c.weight": torch.tensor(c, dtype=torch.int16),
             "norm.weight": torch.tensor([float(sum(a))]),
         }
-        return Snapshot(0, tensors, {"a": "w8a8-int8", "b": "fp8"}, "")
+        return Snapshot(0, tensors, {"a": "w8a8-int8", "b": "fp8", "c": "w16a16-int16"}, "")
 
-    before, after = snapshot([1, 2, 3, 4], [1.0, 2.0, 4.0, 8.0]), snapshot([1, 3, 3, -4], [1.0, 2.0, 4.0, -8.0])
-    assert codes_flipped(before, after).value() == 3 / 8
+    before = snapshot([1, 2, 3, 4], [1.0, 2.0, 4.0, 8.0], [300, 600])
+    after = snapshot([1, 3, 3, -4], [1.0, 2.0, 4.0, -8.0], [300, -600])
+    assert codes_flipped(before, after).value() == 4 / 10
     assert codes_flipped(before, before).value() == 0.0
     assert math.isnan(codes_flipped(*[Snapshot(0, {}, {}, "")] * 2).value())
 

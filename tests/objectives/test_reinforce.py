@@ -7,6 +7,7 @@ import math
 import pytest
 
 from qarl.objectives.corrections import TokenTis
+from qarl.objectives.grpo import Grpo
 from qarl.objectives.reinforce import Reinforce
 
 
@@ -24,6 +25,11 @@ def test_token_tis_gives_the_truncated_form(one_token):
     batch = one_token(1.0, -1.0, mismatch=8.0)
     Reinforce(correction=TokenTis(cap=2.0))(batch).loss.backward()
     assert -batch.new_BT.grad.item() == pytest.approx(-2.0)
+
+
+def test_one_update_a_batch_is_all_it_is_right_for():
+    assert not Reinforce().allows_several_updates
+    assert Grpo().allows_several_updates
 
 
 def test_drift_of_the_ratio_is_reported_though_not_used(one_token):

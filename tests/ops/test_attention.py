@@ -22,17 +22,22 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_(True) for tensor in tensors]
 
 
+def normed(x: Tensor, gain: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
+
+
 def written_out(qkv: Tensor, gains: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
     """Split, norm, and turn (element i, element i + C/2) as complex numbers; in float64."""
     q, k, v = qkv.view(len(qkv), -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
     if gains is not None:
-        q, k = (
-            x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain for x, gain in zip((q, k), gains, strict=True)
-        )
+        q, k = (normed(x, gain) for x, gain in zip((q, k), gains, strict=True))
     turn = torch.polar(torch.ones(len(qkv), 1, DIM // 2, dtype=torch.float64), ANGLES.double()[POSITIONS][:, None])
-    turned = [torch.complex(*x.chunk(2, -1)) * turn for x in (q, k)]
-    q, k = (torch.cat([x.real, x.imag], -1) for x in turned)
-    return q, k, v
+
+    def turned(x: Tensor) -> Tensor:
+        product = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat([product.real, product.imag], -1)
+
+    return turned(q), turned(k), v
 
 
 def assert_same(found: Tensor, exact: Tensor) -> None:
@@ -50,9 +55,9 @@ def test_split_rotate_has_the_value_and_gradients_of_its_formula(with_norms):
     grads = [torch.randn_like(part) for part in found]
     for mine, theirs in zip(found, exact, strict=True):
         assert_same(mine.detach(), theirs.detach())
-    mine = torch.autograd.grad(found, leaves, grads)
-    theirs = torch.autograd.grad(exact, wide_leaves, [grad.double() for grad in grads])
-    for gradient, exact_gradient in zip(mine, theirs, strict=True):
+    gradients = torch.autograd.grad(found, leaves, grads)
+    exact_gradients = torch.autograd.grad(exact, wide_leaves, [grad.double() for grad in grads])
+    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert_same(gradient, exact_gradient)
 
 
@@ -82,13 +87,15 @@ def test_attention_has_the_value_and_gradients_of_masked_softmax():
     is_seen[4:, :4] = True
     assert is_seen.sum(1).tolist() == visible.tolist()
 
-    leaves = [torch.randn(12, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    leaves = q32, keys32, values32 = [
+        torch.randn(12, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
     wide_leaves = q, keys, values = wide(*leaves)
     keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
     scores = torch.einsum("thc,jhc->htj", q, keys) * DIM**-0.5
     exact = torch.einsum("htj,jhc->thc", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), values)
 
-    found = attention(*leaves, spans)
+    found = attention(q32, keys32, values32, spans)
     assert_same(found.detach(), exact.detach())
     grad = torch.randn(12, DIM, HEADS).transpose(1, 2)  # not contiguous, as autograd may hand it over
     theirs = torch.autograd.grad(exact, wide_leaves, grad.double())

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qarl.ops.cpu import CpuKernels
+from qarl.ops.cpu import LONGEST_SUM, CpuKernels
 from qarl.ops.reference import Spans, visible_rows
-from qarl.quant.formats import INT4, INT8
+from qarl.quant.formats import INT4, INT8, INT16
 from qarl.quant.qtensor import quantize_rows
 
 WIDTHS = (1, 15, 16, 17, 576, 1000)
 EPS = 2.0**-24
 """Half a unit in the last place of 1: what one fp32 operation may be off, relatively."""
 
+every_grid = pytest.mark.parametrize("grid", [INT4, INT8, INT16], ids=lambda grid: grid.name)
 every_width = pytest.mark.parametrize("width", WIDTHS)
 
 
@@ -37,35 +38,47 @@ def within(actual: Tensor, exact: Tensor, bound: Tensor | float) -> bool:
 
 
 def awkward_rows(width: int) -> Tensor:
-    """Rows of every magnitude, all zero, all tiny, at the edges of fp32, and made of ties."""
+    """Rows of every magnitude, all zero, all tiny, and at the edges of fp32."""
     x = torch.randn(64, width) * torch.exp2(torch.randint(-95, 90, (64, 1)).float())
     x[1] = 0.0
     x[2] = torch.randn(width) * 2.0**-110
     x[3] = 2.0**-100
-    x[4] = math.nextafter(2.0**-100, 0.0)
+    x[4] = torch.tensor(2.0**-100).nextafter(torch.tensor(0.0))
     x[5] = torch.randn(width).sign() * torch.finfo(torch.float32).max
     x[6] = torch.randn(width) * 2.0**-140  # denormal
-    x[7] = torch.randint(-126, 126, (width,)) + 0.5
-    x[7, 0] = 127.0  # so that the scale is 1 and the rest are ties
     return x
 
 
-@pytest.mark.parametrize("grid", [INT8, INT4], ids=lambda grid: grid.name)
+@every_grid
 @every_width
 def test_codes_and_scales_are_those_of_the_definition_to_the_bit(cpu: CpuKernels, width, grid):
     x = awkward_rows(width)
+    x[7] = torch.randint(-int(grid.largest), int(grid.largest), (width,)) + 0.5
+    x[7, 0] = grid.largest  # so that the scale is 1 and the rest are ties
     codes, scales = cpu.quantize_rows(x, grid)
     expected_codes, expected_scales = quantize_rows(x, grid)
+    assert codes.dtype == expected_codes.dtype
     assert torch.equal(codes, expected_codes)
     assert torch.equal(scales, expected_scales)
     assert codes.abs().max() == grid.largest
 
 
-def test_any_bits_are_rounded_as_the_definition_does(cpu: CpuKernels):
+@every_grid
+def test_any_bits_are_rounded_as_the_definition_does(cpu: CpuKernels, grid):
     bits = torch.randint(-(2**31), 2**31, (400, 37)).to(torch.int32)
     x = bits.view(torch.float32).nan_to_num(0.0, 0.0, 0.0)
     for rows in (x, x * 2.0**-60, x.sign() * x.abs().sqrt()):
-        assert all(map(torch.equal, cpu.quantize_rows(rows), quantize_rows(rows, INT8)))
+        assert all(map(torch.equal, cpu.quantize_rows(rows, grid), quantize_rows(rows, grid)))
+
+
+@every_grid
+def test_values_next_to_the_edge_between_two_codes_fall_where_the_definition_says(cpu: CpuKernels, grid):
+    """There, the factor's last bit decides: limit / amax rounded once, and not one over the scale."""
+    amax = torch.rand(500, 1) + 0.5
+    edges = (torch.linspace(0, grid.largest - 1, 127).floor() + 0.5) * amax / grid.largest
+    below, above = (edges.nextafter(torch.tensor(to)) for to in (0.0, math.inf))
+    x = torch.cat([amax, edges, below, above, -edges], 1)
+    assert all(map(torch.equal, cpu.quantize_rows(x, grid), quantize_rows(x, grid)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -74,9 +87,10 @@ def test_a_row_that_is_not_finite_gets_scale_nan_wherever_the_bad_value_stands(c
     for place in {0, width // 2, width - 1}:
         x = torch.randn(3, width)
         x[1, place] = bad
-        codes, scales = cpu.quantize_rows(x)
-        assert scales.isnan().tolist() == [False, True, False]
-        assert not codes[1].any()
+        for grid in (INT8, INT16):
+            codes, scales = cpu.quantize_rows(x, grid)
+            assert scales.isnan().tolist() == [False, True, False]
+            assert not codes[1].any()
         _, scales = cpu.rms_norm_quantize(x, torch.ones(width), 1e-6)
         assert scales.isnan().tolist() == [False, True, False]
         _, scales = cpu.gated_quantize(torch.cat([torch.ones(3, width), x], 1))
@@ -151,13 +165,66 @@ def test_matmul_applies_scales_then_bias_then_residual(cpu: CpuKernels):
     assert within(cpu.matmul(x, cpu.pack(weight), 50, rows, columns, bias, residual), exact, 1e-5)
 
 
-def test_the_integer_product_is_exact_and_scaled(cpu: CpuKernels):
-    codes = torch.randint(-127, 128, (9, 52), dtype=torch.int8)
-    weight = torch.randint(-127, 128, (37, 52), dtype=torch.int8)
-    rows, columns, bias, residual = torch.rand(9), torch.rand(37), torch.randn(37), torch.randn(9, 37)
-    accumulator = (codes.long() @ weight.long().t()).int()
-    expected = cpu.dequantize(accumulator, rows, columns, bias, residual)
-    assert torch.equal(cpu.int8_matmul(codes, rows, weight, columns, bias, residual), expected)
+def integer_product(cpu: CpuKernels, codes: Tensor, weight: Tensor) -> Tensor:
+    """With scales that lose nothing, a power of two for each row and column."""
+    rows, columns = torch.ones(len(codes)), torch.ones(len(weight))
+    rows[1::2], columns[1::3] = 2.0**-20, 2.0**-9
+    found = cpu.integer_matmul(codes, rows, cpu.pack_codes(weight), columns, None, None)
+    return found / rows[:, None] / columns
+
+
+every_code = pytest.mark.parametrize(("dtype", "largest"), [(torch.int8, 127), (torch.int16, 32512)])
+
+
+@pytest.fixture(params=[0, 1, 2])
+def each_level(request: pytest.FixtureRequest, cpu: CpuKernels) -> CpuKernels:
+    """Torch's integer GEMM, VNNI and AMX, as far as this processor goes."""
+    if request.param > cpu.integer_level:
+        pytest.skip("this processor has no such instructions")
+    cpu.integer_level = request.param
+    return cpu
+
+
+@every_code
+@pytest.mark.parametrize("n", [1, 16, 33, 64, 200])
+@pytest.mark.parametrize("k", [2, 3, 52, 64, 65, 576])
+def test_integer_products_are_exact_and_rounded_once(each_level: CpuKernels, n, k, dtype, largest):
+    for rows in (1, 2, 5, 6, 7, 16, 17, 31, 40):
+        codes = torch.randint(-largest, largest + 1, (rows, k)).to(dtype)
+        weight = torch.randint(-largest, largest + 1, (n, k)).to(dtype)
+        exact = codes.long() @ weight.long().t()
+        assert torch.equal(integer_product(each_level, codes, weight), exact.float())
+
+
+@every_code
+def test_integer_products_are_exact_at_their_longest_and_largest(each_level: CpuKernels, dtype, largest):
+    codes = torch.full((3, LONGEST_SUM), largest, dtype=dtype)
+    codes[1].neg_()
+    weight = torch.full((2, LONGEST_SUM), largest, dtype=dtype)
+    weight[1, ::2] = -largest
+    weight[1, 0] = largest
+    exact = codes.long() @ weight.long().t()
+    assert exact[0].tolist() == [largest**2 * LONGEST_SUM, 2 * largest**2]
+    assert torch.equal(integer_product(each_level, codes, weight), exact.float())
+
+
+@every_code
+def test_integer_products_are_scaled_then_biased_then_added_to_the_residual(each_level: CpuKernels, dtype, largest):
+    codes = torch.randint(-largest, largest + 1, (9, 52)).to(dtype)
+    weight = torch.randint(-largest, largest + 1, (37, 52)).to(dtype)
+    rows, columns = torch.rand(9) / largest, torch.rand(37) / largest
+    bias, residual = torch.randn(37), torch.randn(9, 37)
+    found = each_level.integer_matmul(codes, rows, each_level.pack_codes(weight), columns, bias, residual)
+    exact = (codes.double() @ weight.double().t()) * rows[:, None] * columns + bias + residual
+    assert within(found, exact, 1e-5)
+
+
+def test_a_scale_that_is_nan_makes_its_row_nan(each_level: CpuKernels):
+    codes, weight = torch.ones(3, 8, dtype=torch.int8), torch.ones(5, 8, dtype=torch.int8)
+    rows = torch.tensor([1.0, math.nan, 1.0])
+    found = each_level.integer_matmul(codes, rows, each_level.pack_codes(weight), torch.ones(5), None, None)
+    assert found.isnan().all(1).tolist() == [False, True, False]
+    assert found[[0, 2]].eq(8.0).all()
 
 
 # ---------------------------------------------------------------------------------------------- rotation
@@ -373,8 +440,7 @@ def test_a_token_of_weight_zero_is_never_drawn(cpu: CpuKernels, size):
     possible = torch.arange(size) % 3 == 1
     possible[-1] = False
     logits[~possible] = torch.where(torch.rand(size) < 0.5, -math.inf, -500.0)[~possible]
-    below_one = math.nextafter(1.0, 0.0)
-    uniforms = torch.cat([torch.tensor([0.0, 1 - 2.0**-24, 2.0**-24, min(below_one, 1 - 2.0**-24)]), torch.rand(500)])
+    uniforms = torch.cat([torch.tensor([0.0, 1 - 2.0**-24, 2.0**-24]), torch.rand(500)])
     tokens, logprobs = cpu.sample(logits.expand(len(uniforms), size).contiguous(), uniforms, 1.0)
     assert possible[tokens].all()
     assert logprobs.isfinite().all()

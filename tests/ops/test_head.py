@@ -64,8 +64,8 @@ def test_value_and_gradients_are_those_of_log_softmax(
 ):
     hidden, targets, weight = inputs(rows)
     head = head_of(scheme_named(scheme), weight, rows)
-    wide_leaves = wide(hidden, head.norm.gain, weight)
-    exact, exact_entropy = written_out(head, scheme_named(scheme), *wide_leaves, targets, temperature)
+    wide_leaves = x, gain, master = wide(hidden, head.norm.gain, weight)
+    exact, exact_entropy = written_out(head, scheme_named(scheme), x, gain, master, targets, temperature)
     found, entropy = token_logprobs(head, hidden, targets, temperature, 5, weight_of_entropy > 0)
     assert_same(found.detach(), exact.detach())
     assert_same(entropy.detach(), exact_entropy.detach())

@@ -13,7 +13,7 @@ from qarl.errors import RunError
 from qarl.ops import kernels as module
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
-from qarl.ops.kernels import int8_is_exact, kernels, require_exact_int8, using
+from qarl.ops.kernels import integers_are_exact, kernels, require_exact_integers, using
 from qarl.ops.operand import operand_of
 from qarl.ops.reference import ReferenceKernels
 from qarl.quant.qtensor import quantize
@@ -23,7 +23,7 @@ from qarl.quant.scheme import scheme_named
 @pytest.fixture
 def nothing_chosen_yet() -> Iterator[None]:
     """As in a new process; afterwards too, so that the next test finds this machine's kernels."""
-    caches = (library.built, library.load, module._default, module.int8_is_exact)
+    caches = (library.built, library.load, module._default, module.integers_are_exact)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -77,15 +77,17 @@ def test_a_saturating_integer_gemm_is_found_out_and_refuses_integer_schemes_alon
         return exact(a, b) - (pair - pair.clamp(-(2**15), 2**15 - 1))
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert not int8_is_exact()
-    with pytest.raises(RunError, match="not exact on this CPU"):
-        require_exact_int8()
     weight = torch.randn(8, 16)
-    with pytest.raises(RunError, match="use scheme 'none'"):
-        operand_of([quantize(weight, scheme_named("w8a8-int8"), "w")], [None])
-    for part in (weight, quantize(weight, scheme_named("fp8"), "w")):
-        assert operand_of([part], [None]).dense().shape == (8, 16)
+    with using(ReferenceKernels()):
+        assert not integers_are_exact(kernels())
+        with pytest.raises(RunError, match="not exact on this CPU"):
+            require_exact_integers()
+        with pytest.raises(RunError, match="use scheme 'none'"):
+            operand_of([quantize(weight, scheme_named("w8a8-int8"), "w")], [None])
+        for part in (weight, quantize(weight, scheme_named("fp8"), "w")):
+            assert operand_of([part], [None]).dense().shape == (8, 16)
 
 
-def test_the_integer_gemm_of_this_machine_is_exact_or_this_suite_means_little():
-    assert int8_is_exact()
+def test_the_integer_gemms_of_this_machine_are_exact():
+    assert integers_are_exact(kernels())
+    assert integers_are_exact(ReferenceKernels())

@@ -37,7 +37,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A kernel that compiles quickly."""
     path = tmp_path / "tiny.c"
     path.write_text("int answer(void) { return 42; }\n")
-    monkeypatch.setattr(library, "SOURCE", path)
+    monkeypatch.setattr(library, "SOURCES", (path,))
     return path
 
 

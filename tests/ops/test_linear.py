@@ -45,7 +45,9 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_(True) for tensor in tensors]
 
 
-def written_out(projection: Projection, scheme: Scheme, rows: Tensor, residual: Tensor, masters: list[Tensor]) -> Tensor:
+def written_out(
+    projection: Projection, scheme: Scheme, rows: Tensor, residual: Tensor, masters: list[Tensor]
+) -> Tensor:
     """dequant(rows) @ dequant(weight)^T + bias + residual in float64, rounding being identity to gradients."""
     assert projection.operand is not None
     weight = straight_through(torch.cat(masters[:2]), projection.operand.dense())

@@ -10,7 +10,8 @@ import torch
 from qarl.errors import RunError
 from qarl.ops.operand import (
     FloatOperand,
-    Int8Operand,
+    IntegerOperand,
+    Rows,
     is_integer,
     operand_of,
     quantize_weight,
@@ -26,8 +27,12 @@ pytestmark = pytest.mark.usefixtures("each_kernels")
 K = 128
 
 
-def test_integer_schemes_are_those_with_int8_activations_and_a_scale_a_row():
-    assert [name for name, scheme in SCHEMES.items() if is_integer(scheme)] == ["w8a8-int8", "w4a8-int8"]
+def test_integer_schemes_are_those_with_integer_activations_and_a_scale_a_row():
+    assert [name for name, scheme in SCHEMES.items() if is_integer(scheme)] == [
+        "w8a8-int8",
+        "w4a8-int8",
+        "w16a16-int16",
+    ]
 
 
 @every_quantizing_scheme
@@ -54,21 +59,21 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
     scheme = scheme_named(name)
     weights = [torch.randn(rows, K) for rows in (128, 40)]
     parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
-    biases = [None, torch.randn(40)]
-    operand = operand_of(parts, biases)
-    assert isinstance(operand, Int8Operand if is_integer(scheme) else FloatOperand)
+    bias = torch.randn(40)
+    operand = operand_of(parts, [None, bias])
+    assert isinstance(operand, IntegerOperand if is_integer(scheme) else FloatOperand)
 
     dense = torch.cat([dequantize(part) if scheme.quantized else part for part in parts])
     assert torch.equal(operand.dense(), dense)
     x, residual = torch.randn(6, K), torch.randn(6, 168)
-    rows = (*quantize_activations(x, scheme.activation),) if operand.quantizes_rows else (x, None)
-    if operand.quantizes_rows:
-        rows = (rows[0], rows[1][:, 0])
+    rows: Rows = (x, None)
     rounded = x
     if scheme.activation is not None:
-        rounded = dequantize_activations(*quantize_activations(x, scheme.activation), scheme.activation)
+        codes, scales = quantize_activations(x, scheme.activation)
+        rows = (codes, scales[:, 0]) if operand.quantizes_rows else rows
+        rounded = dequantize_activations(codes, scales, scheme.activation)
     assert torch.equal(operand.rows_as_float(rows), rounded)
-    exact = rounded.double() @ dense.double().t() + torch.cat([torch.zeros(128), biases[1]]) + residual
+    exact = rounded.double() @ dense.double().t() + torch.cat([torch.zeros(128), bias]) + residual
     torch.testing.assert_close(operand.product(rows, residual).double(), exact, rtol=1e-5, atol=1e-4)
     exact = exact - residual
     torch.testing.assert_close(operand.product(rows, None).double(), exact, rtol=1e-5, atol=1e-4)

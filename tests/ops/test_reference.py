@@ -18,7 +18,9 @@ REFERENCE = ReferenceKernels()
 def one_query(spans: list[tuple[int, int]], visible: int) -> Spans:
     flat = torch.tensor(spans)
     cuts = torch.tensor([0, len(spans)])
-    return Spans(torch.tensor([0]), torch.tensor([visible]), cuts, flat[:, 0], flat[:, 1], torch.tensor([0, 1]), visible)
+    return Spans(
+        torch.tensor([0]), torch.tensor([visible]), cuts, flat[:, 0], flat[:, 1], torch.tensor([0, 1]), visible
+    )
 
 
 def test_rms_norm_by_hand():
@@ -59,14 +61,16 @@ def test_rows_that_are_not_finite_are_an_error(bad):
             operation()
 
 
-def test_an_integer_product_by_hand():
-    codes, weight = torch.tensor([[1, -2], [3, 4]], dtype=torch.int8), torch.tensor([[10, 1], [0, 5]], dtype=torch.int8)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_an_integer_product_by_hand(dtype):
+    codes = torch.tensor([[1, -2], [3, 4]], dtype=dtype)
+    weight = REFERENCE.pack_codes(torch.tensor([[10, 1], [0, 5]], dtype=dtype))
     rows, columns = torch.tensor([0.5, 1.0]), torch.tensor([2.0, 1.0])
     bias, residual = torch.tensor([100.0, 200.0]), torch.tensor([[0.25, 0.0], [0.0, -0.5]])
     # Sums [[8, -10], [34, 20]]; scales [[1, 0.5], [2, 1]].
-    y = REFERENCE.int8_matmul(codes, rows, weight, columns, bias, residual)
+    y = REFERENCE.integer_matmul(codes, rows, weight, columns, bias, residual)
     assert y.tolist() == [[108.25, 195.0], [168.0, 219.5]]
-    assert REFERENCE.int8_matmul(codes, rows, weight, columns, None, None).tolist() == [[8.0, -5.0], [68.0, 20.0]]
+    assert REFERENCE.integer_matmul(codes, rows, weight, columns, None, None).tolist() == [[8.0, -5.0], [68.0, 20.0]]
 
 
 def test_a_float_product_with_scales_bias_and_residual_by_hand():
@@ -136,7 +140,9 @@ def test_log_probabilities_and_entropies_by_hand():
     logits = torch.tensor([[0.0, math.log(3), math.log(4)]])
     scores = REFERENCE.token_logprobs(logits, torch.tensor([1]), 1.0)
     assert scores.logprobs.item() == pytest.approx(math.log(3 / 8))
-    assert scores.entropies.item() == pytest.approx(-(math.log(1 / 8) / 8 + math.log(3 / 8) * 3 / 8 + math.log(1 / 2) / 2))
+    assert scores.entropies.item() == pytest.approx(
+        -(math.log(1 / 8) / 8 + math.log(3 / 8) * 3 / 8 + math.log(1 / 2) / 2)
+    )
     assert scores.shifts.item() == pytest.approx(math.log(4))
     assert scores.sums.item() == pytest.approx(2.0)
     # Temperature 1 / 2 squares the weights: 1, 9, 16.

@@ -46,7 +46,7 @@ def test_cosine_falls_to_its_final_fraction_and_stays_there() -> None:
 
 @pytest.mark.parametrize("schedule", [Constant(warmup_steps=9), Linear(warmup_steps=9), Cosine(warmup_steps=9)])
 def test_warm_up_longer_than_the_run_is_refused_at_the_first_step(schedule: Constant | Linear | Cosine) -> None:
-    with pytest.raises(ConfigurationError, match="warmup_steps is 9, more than the 8 steps"):
+    with pytest.raises(ConfigurationError, match="warmup_steps = 9 is more than the 8 steps"):
         schedule(0, 8)
 
 

@@ -106,7 +106,7 @@ def test_bad_file_is_refused_with_its_place(tmp_path, name, content, problem):
     [
         (
             '{"prompt": "x"}\n{"question": "y"}',
-            "a.jsonl, line 2: column `prompt` is empty; the row has prompt, question",
+            "a.jsonl, line 2: column `prompt` is empty; the row has question",
         ),
         ('{"question": "y"}', "a.jsonl, line 1: column `prompt` is missing; the row has question"),
         ('{"prompt": "x", "answer": "1"}\n\n{"prompt": "y"}', "a.jsonl, line 3: column `answer` is empty"),

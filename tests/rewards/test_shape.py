@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from qarl.rewards.shape import Format, Length, Repetition, overlong, repetition, tags_in_order
+from qarl.rewards.shape import Format, Length, Repetition, overlong, tags_in_order
 
 THINK = "<think>2 and 2\nis 4</think><answer>4</answer>"
 
@@ -54,22 +54,18 @@ def test_length_counts_tokens_not_characters(make_prompt, make_completion):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ngram", "share"),
+    ("tokens", "ngram", "penalty"),
     [
         ([1, 2, 3, 4], 2, 0.0),
-        ([1, 1, 1, 1], 2, 2 / 3),
-        ([1, 2, 1, 2, 1], 2, 0.5),
-        ([1, 2, 1, 2, 1], 1, 0.6),
+        ([1, 1, 1, 1], 2, -2 / 3),
+        ([1, 2, 1, 2, 1], 2, -0.5),
+        ([1, 2, 1, 2, 1], 1, -0.6),
         ([1, 2, 3], 4, 0.0),
-        ([], 4, 0.0),
     ],
 )
-def test_repetition_is_the_share_of_ngrams_seen_before(tokens, ngram, share):
-    assert repetition(tokens, ngram) == pytest.approx(share)
-
-
-def test_repetition_term_is_a_penalty(make_prompt, make_completion):
-    assert Repetition(ngram=2).score(make_prompt(), make_completion("x", token_ids=[1, 2, 1, 2, 1])) == -0.5
+def test_repetition_costs_the_share_of_ngrams_seen_before(make_prompt, make_completion, tokens, ngram, penalty):
+    completion = make_completion("x", token_ids=tokens)
+    assert Repetition(ngram=ngram).score(make_prompt(), completion) == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize(

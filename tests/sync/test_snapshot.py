@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qarl.errors import RunError
-from qarl.ops.operand import Int8Operand
+from qarl.ops.operand import IntegerOperand
 from qarl.quant import SCHEMES, QTensor, QuantConfig, dequantize, plan_schemes, quantize, scheme_named
 from qarl.sync.checksum import checksum
 from qarl.sync.snapshot import operands_of, take_snapshot, unquantized, verify
@@ -49,7 +49,7 @@ def test_the_codes_of_siblings_are_views_of_the_stacked_operand(small):
     snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), 0)
     assert snapshot.operands is not None
     operand = snapshot.operands[QKV[0]]
-    assert isinstance(operand, Int8Operand)
+    assert isinstance(operand, IntegerOperand)
     starts = [snapshot.tensors[f"{module}.weight"].data_ptr() - operand.codes.data_ptr() for module in QKV]
     assert starts == [0, 128 * 128, (128 + 64) * 128]
     # So a byte that is not what was published is seen, wherever it is changed.

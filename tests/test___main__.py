@@ -1,0 +1,20 @@
+"""The command line without the `qarl` script."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from qarl import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_package_can_be_run() -> None:
+    answer = subprocess.run([sys.executable, "-m", "qarl", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, __version__, "")
+
+
+def test_its_exit_code_is_the_command_line_s() -> None:
+    answer = subprocess.run([sys.executable, "-m", "qarl", "trian"], cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert "Did you mean" in answer.stderr
