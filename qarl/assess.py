@@ -76,7 +76,10 @@ def assessment_recipe(
     if run.recipe.is_file():
         table = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
     elif prompts is None:
-        raise ConfigurationError(f"--prompts: is required for a model; give a file or one of {', '.join(SOURCES)}")
+        raise ConfigurationError(
+            f"{model}: is no run folder (it has no recipe.toml), and of a bare model --prompts is required; give a file or "
+            f"one of {', '.join(name for name in SOURCES if name != 'file')}"
+        )
     if prompts is not None:
         table["prompts"] = questions_table(prompts)
     if "rewards" not in table:

@@ -51,18 +51,20 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     scorer = Scorer(recipe.rewards, recipe.max_reward_error_share)
     first = source.take(0, recipe.prompts_per_step)[0]
     scorer.check(first)
+    engine.check_fit([first], sampling)
     return System(
         cast=Cast(source, engine, scorer, recipe.advantage, learner),
         plan=Plan(recipe.seed, recipe.steps, recipe.prompts_per_step, recipe.group_size, sampling),
         questions=_held_out(recipe, source, sampling),
-        account=describe(recipe, model, schemes, renderer, first),
+        account=f"{describe(recipe, model, schemes, learner)}\n{describe_prompts(renderer, source.skipped, first)}",
     )
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
     """A learner whose masters are the model's tensors."""
     with torch.device("meta"):
-        decoder = Decoder(model.config, model.sampleable)
+        rounds_kv = recipe.engine.kv_cache == "int8" and recipe.alignment == "auto"
+        decoder = Decoder(model.config, model.sampleable, rounds_kv)
     decoder.assign(model.tensors, requires_grad=True)
     return LocalLearner(
         recipe.learner,
@@ -84,7 +86,7 @@ def scheme_plan(recipe: Recipe, model: LoadedModel) -> SchemePlan:
     return plan_schemes(matrices, scheme_named(recipe.scheme), recipe.quant)
 
 
-def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: Renderer, first: Prompt) -> str:
+def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: LocalLearner) -> str:
     """What a recipe resolved to, for people."""
     parameters = sum(tensor.numel() for tensor in model.tensors.values())
     return "\n".join(
@@ -93,11 +95,18 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, renderer: 
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
             f"alignment {recipe.alignment}: {_alignment_level(recipe.alignment)}",
-            f"prompts rendered {'with the chat template' if renderer.chat else 'as plain text'}; the first one, "
-            f"{len(first.token_ids)} tokens:",
-            *(f"  | {line}" for line in first.text.splitlines()),
+            f"optimizer {recipe.learner.optimizer.type}:",
+            *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
         ]
     )
+
+
+def describe_prompts(renderer: Renderer, skipped: int, first: Prompt) -> str:
+    """How questions are put to the model, with the first one as the model sees it."""
+    rendered = "with the chat template" if renderer.chat else "as plain text"
+    left_out = f", {skipped} left out as too long" if skipped else ""
+    text = (f"  | {line}" for line in first.text.splitlines())
+    return "\n".join([f"prompts rendered {rendered}{left_out}; the first one, {len(first.token_ids)} tokens:", *text])
 
 
 def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) -> EvalSet:

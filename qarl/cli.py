@@ -27,7 +27,8 @@ app = App(
 bench = App(name="bench", help="Measure speed on this machine.")
 app.command(bench)
 
-Json = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object as the last line.")]
+Flag = Parameter(negative="", show_default=False)
+Json = Annotated[bool, Flag, Parameter(name="--json", help="Print one JSON object as the last line.")]
 Overrides = Annotated[
     str,
     Parameter(
@@ -57,7 +58,7 @@ def train(
     resume: Annotated[
         str, Parameter(help="auto: go on where --run-dir has a checkpoint; never; or a run folder to go on from.")
     ] = "auto",
-    dry_run: Annotated[bool, Parameter(negative="", help="Check everything and say what would happen.")] = False,
+    dry_run: Annotated[bool, Flag, Parameter(help="Check everything and say what would happen.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe."""

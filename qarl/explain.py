@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,14 @@ class Place:
 
 def problems(error: ValidationError, root: type[Config], source_of: Callable[[str], str]) -> list[str]:
     """One line for every problem; `source_of(key)` names the file or option the key's value came from."""
-    lines = []
+    rules: dict[str, list[str]] = {}
     for details in error.errors(include_url=False):
         place = locate(details["loc"], root)
         where = source_of(place.key)
         shown = f"{place.key} = {_brief(details['input'])}" if _shows_value(details) else place.key
-        lines.append(": ".join(part for part in (where, shown, _rule(details, place)) if part))
-    return lines
+        # A value that may be of several kinds breaks one rule of each.
+        rules.setdefault(": ".join(filter(None, (where, shown))), []).append(_rule(details, place))
+    return [": ".join(filter(None, (place, " or ".join(broken)))) for place, broken in rules.items()]
 
 
 def locate(location: Sequence[int | str], root: type[Config]) -> Place:
@@ -54,6 +56,8 @@ def locate(location: Sequence[int | str], root: type[Config]) -> Place:
         if is_choice(kind) and chosen:
             kind = chosen[0]
             continue
+        if _is_plain_union(kind):
+            continue  # the part names a member of the union, which is no key
         keys.append(str(part))
         owners = [member for member in _classes(kind) if part in member.model_fields] or _classes(kind)
         if owners:
@@ -92,6 +96,9 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 def _rule(details: ErrorDetails, place: Place) -> str:
     kind, context = details["type"], details.get("ctx", {})
+    message = re.sub(r"^\w+ should", "must", details["msg"]).replace(" after validation", "").replace("tuple", "list")
+    if _is_plain_union(place.kind):
+        return message
     if kind == "extra_forbidden":
         name = place.key.rpartition(".")[2]
         if name in ABSENT_ON_PURPOSE:
@@ -112,8 +119,7 @@ def _rule(details: ErrorDetails, place: Place) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         is_name = is_choice(place.kind) and isinstance(details["input"], str)
         return "must be a table of keys" + (f"; write {place.key}.type = {details['input']!r}" if is_name else "")
-    message = details["msg"].replace("Input should", "must").replace("String should", "must")
-    return message.replace("tuple", "list") + _meaning(place)
+    return message + _meaning(place)
 
 
 def _meaning(place: Place) -> str:
@@ -157,6 +163,11 @@ def _classes(kind: Any) -> list[type[Config]]:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
+
+
+def _is_plain_union(kind: Any) -> bool:
+    """Of values rather than tables: `bool | Literal["auto"]`."""
+    return _is_union(kind) and not _classes(kind)
 
 
 def _is_config(kind: Any) -> bool:

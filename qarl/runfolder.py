@@ -24,11 +24,6 @@ class RunFolder:
         return self.path / "recipe.toml"
 
     @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
     def completions(self) -> Path:
         """Sampled texts with rewards and log-probabilities."""
         return self.path / "completions"

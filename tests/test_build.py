@@ -67,6 +67,16 @@ def test_prompt_and_completion_must_fit_the_model_s_context() -> None:
         build(recipe_of("--sampling.max_new_tokens=1025"))
 
 
+def test_a_completion_must_fit_the_cache() -> None:
+    with pytest.raises(ConfigurationError, match=r"engine\.kv_bytes = 65536; raise it"):
+        build(recipe_of("--engine.kv_bytes=65536"))
+
+
+def test_rows_must_have_what_the_rewards_read() -> None:
+    with pytest.raises(ConfigurationError, match="reward math: column `task` is missing from the row of prompt"):
+        build(recipe_of("--rewards.0.type=reasoning_gym", "--rewards.0.name=math"))
+
+
 def test_a_rule_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="matches no linear module"):
         build(recipe_of('--quant.rules."*.q_prj"=none'))
@@ -76,7 +86,16 @@ def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
     account = build(recipe_of('--quant.rules."*.o_proj"=none')).account
     assert "model tiny: llama, 2 layers" in account
     assert "quantized 12 of 15 matrices" in account
+    assert "optimizer adamw:\n  embedding  adamw lr 0.001" in account
     assert "  | What is " in account
+
+
+def test_the_account_counts_what_was_too_long(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 4 + '{"prompt": "' + "1 + " * 99 + '1", "answer": "100"}\n')
+    file = [f"--prompts={{type = 'file', path = '{rows}', on_long = 'skip', max_prompt_tokens = 100}}"]
+    account = build(recipe_of(*file, "--eval.count=1", "--prompts.eval_fraction=0.2")).account
+    assert "prompts rendered with the chat template, 1 left out as too long; the first one" in account
 
 
 def test_rollouts_report_their_progress() -> None:

@@ -29,7 +29,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["train", SMOKE, "--learner.lrr=1"], "learner.lrr = 1: unknown key; did you mean 'lr'?"),
         (["train", SMOKE, "--sampling.temperature=0"], "sampling.temperature = 0: must be greater than 0"),
         (["train", SMOKE, "--resume", "nowhere"], "--resume nowhere: is no run folder"),
-        (["eval", "tiny"], "--prompts: is required for a model"),
+        (["eval", "tiny"], "of a bare model --prompts is required"),
         (["eval", "tiny", "--prompts", "arithmetik"], "did you mean 'arithmetic'?"),
         (["bench", "rollout", "--batch", "0"], "Must be >= 1"),
         (["align", "tiny"], "--scheme requires an argument"),

@@ -40,6 +40,8 @@ class Frame(Config):
 class Drawing(Config):
     title: str = Field(min_length=1, description="What it shows.")
     frame: Frame | None = None
+    border: bool | Literal["auto"] = "auto"
+    authors: tuple[str, ...] = Field(("anonymous",), strict=False, min_length=1, description="Who drew it.")
     main: Shape = Field(default_factory=Circle)
     others: tuple[Shape, ...] = Field((), strict=False)
     pen: Pen | None = None
@@ -69,6 +71,21 @@ def test_a_table_that_contradicts_itself_is_not_printed_whole() -> None:
 
 def test_a_text_out_of_range_comes_with_the_rule() -> None:
     assert lines({"title": ""}) == ["in:title: title = '': must have at least 1 character (What it shows.)"]
+
+
+def test_a_value_of_several_kinds_has_one_line_with_every_rule() -> None:
+    assert lines({"border": "thick"}) == ["in:border: border = 'thick': must be a valid boolean or must be 'auto'"]
+
+
+def test_a_list_that_is_too_short_is_called_a_list() -> None:
+    assert lines({"authors": []}) == ["in:authors: authors = []: must have at least 1 item, not 0 (Who drew it.)"]
+    assert lines({"authors": "me"}) == ["in:authors: authors = 'me': must be a valid list (Who drew it.)"]
+
+
+def test_the_name_of_a_choice_in_place_of_its_table_is_shown_as_a_table() -> None:
+    assert lines({"main": "circle"}) == [
+        "in:main: main = 'circle': must be a table of keys; write main.type = 'circle'"
+    ]
 
 
 def test_an_unknown_choice_names_the_known_ones() -> None:

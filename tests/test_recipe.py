@@ -148,6 +148,13 @@ def test_several_updates_a_batch_need_an_objective_with_a_ratio(small: Path) -> 
     assert load_recipe(small, ["--learner.updates_per_batch=2"]).learner.updates_per_batch == 2
 
 
+@pytest.mark.parametrize("term", ["--objective.entropy_coef=0.01", "--objective.kl.coef=0.01"])
+def test_equal_groups_are_not_skipped_where_they_have_a_gradient(small: Path, term: str) -> None:
+    found = refusal(small, "--learner.skip_equal_groups=true", term)
+    assert "groups of equal rewards have a gradient then" in found
+    assert load_recipe(small, ["--learner.skip_equal_groups=true"]).learner.skip_equal_groups
+
+
 def test_one_completion_a_prompt_is_fine_without_a_group_advantage(small: Path) -> None:
     assert load_recipe(small, ["--group_size=1", "--advantage.type=none"]).group_size == 1
 

@@ -12,9 +12,9 @@ from qarl.runfolder import RunFolder, RunLock
 
 def test_the_paths_are_those_of_the_contract() -> None:
     run = RunFolder(Path("runs/a"))
-    paths = [run.recipe, run.metrics, run.completions, run.checkpoints, run.events, run.log]
+    paths = [run.recipe, run.completions, run.checkpoints, run.events, run.log]
     assert [path.name for path in paths] == [
-        "recipe.toml", "metrics.jsonl", "completions", "checkpoints", "events", "run.log",
+        "recipe.toml", "completions", "checkpoints", "events", "run.log",
     ]  # fmt: skip
     assert {path.parent for path in paths} == {run.path}
 

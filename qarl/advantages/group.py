@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from qarl.advantages.keep import has_spread
 from qarl.config import Config
 from qarl.errors import RunError
 from qarl.records import Advantages
@@ -96,6 +95,12 @@ class BatchNormalized(Config):
         # residue would only move equal groups off 0.
         normalized = _over_std(torch.cat(centred))
         return [part.float() for part in normalized.split([len(group) for group in centred])]
+
+
+def has_spread(rewards_G: Tensor) -> bool:
+    """Whether at least two valid (not NaN) rewards [G] differ; compared exactly, without a tolerance."""
+    valid = rewards_G[~rewards_G.isnan()]
+    return len(valid) > 1 and bool(valid.min() < valid.max())
 
 
 def _centred(rewards_G: Tensor) -> Tensor:

@@ -77,6 +77,14 @@ def shares_of(groups: Sequence[Group], advantages: Advantages) -> list[Share]:
     return shares
 
 
+def with_gradient(shares: Sequence[Share]) -> Sequence[Share]:
+    """Without groups whose advantages are all 0, where a loss without KL and entropy terms has no gradient.
+
+    All groups where none would be left: a step with a gradient of 0 is not the same as none, and is to be measured.
+    """
+    return [share for share in shares if any(sample.advantage != 0.0 for sample in share.samples)] or shares
+
+
 def split_evenly(shares: Sequence[Share], parts: int) -> list[list[Share]]:
     """Consecutive runs of nearly equal length, one per optimizer step; empty runs are left out."""
     edges = [len(shares) * i // parts for i in range(parts + 1)]

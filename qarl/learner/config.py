@@ -21,6 +21,11 @@ class LearnerConfig(Config):
     head_chunk_tokens: int = Field(
         256, ge=1, description="Positions whose logits exist at a time; bounds memory by this times the vocabulary."
     )
+    skip_equal_groups: bool = Field(
+        False,
+        description="Compute nothing for groups whose advantages are all 0: without KL and entropy terms the gradient is "
+        "the same, and `mismatch/*` and `objective/*` cover the other groups only.",
+    )
     activation_checkpointing: bool = Field(
         False, description="Keep one activation per layer and recompute the rest in the backward pass."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qarl.checkpoint import load_tensors, save_tensors
 from qarl.errors import RunError
-from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly
+from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly, with_gradient
 from qarl.learner.config import LearnerConfig
 from qarl.learner.mismatch import mismatch_metrics
 from qarl.metrics import Last, Mean, Metrics, Sum, merge
@@ -80,7 +80,9 @@ class LocalLearner:
         """
         self._check_versions(groups)
         updates = split_evenly(shares_of(groups, advantages), self.config.updates_per_batch)
-        batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in updates]
+        # What is skipped still counts in the loss's denominators: the gradient is that of all groups.
+        computed = [with_gradient(shares) for shares in updates] if self.config.skip_equal_groups else updates
+        batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in computed]
         old = self._old_logprobs(batches)
         reports: list[Metrics] = []
         published = self._snapshot
@@ -198,7 +200,7 @@ class LocalLearner:
         """Clip and step, unless the gradient is not finite: then skip, and stop the run after too many."""
         factor = self.config.schedule(self.version, self.total_steps)
         self.optimizer.set_lr(factor)
-        norm = clip_grad_norm(self._parameters(), self.config.max_grad_norm)
+        norm = clip_grad_norm(self.decoder.parameters(), self.config.max_grad_norm)
         is_finite = math.isfinite(norm)
         if is_finite:
             self.optimizer.step()
@@ -215,9 +217,6 @@ class LocalLearner:
             "optim/skipped": Sum(float(not is_finite)),
             "optim/lr": Last(self.optimizer.lr),
         }
-
-    def _parameters(self) -> Iterator[Tensor]:
-        return self.decoder.parameters()
 
 
 def score(

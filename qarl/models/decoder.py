@@ -19,7 +19,7 @@ from qarl.ops.attention import Rotation, Store, attention, split_rotate, split_r
 from qarl.ops.head import Head, logits
 from qarl.ops.linear import Norm, Projection
 from qarl.ops.operand import Operand, operand_of
-from qarl.ops.reference import Spans
+from qarl.ops.reference import KVStore, Spans
 
 HEAD = "lm_head"
 
@@ -28,8 +28,8 @@ HEAD = "lm_head"
 class Cache:
     """Where an engine keeps keys and values: `slots_T` are the rows of each layer's store that this forward fills."""
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: tuple[KVStore, ...]
+    values: tuple[KVStore, ...]
     slots_T: Tensor
 
 
@@ -121,16 +121,18 @@ class Body(nn.Module):
 class Decoder(nn.Module):
     """A decoder whose GEMMs multiply what `serve` was given; parameters are masters (learner) or absent (engine).
 
-    `vocab_size` may be smaller than the checkpoint's: rows past it are padding, never sampled nor scored.
+    `vocab_size` may be smaller than the checkpoint's: rows past it are padding, never sampled nor scored. With
+    `rounds_kv`, `hidden` rounds keys and values as an int8 cache does.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int | None = None, rounds_kv: bool = False) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size or config.vocab_size
         self.model = Body(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rounds_kv = rounds_kv
         self.head_operand: Operand | None = None
         self._rotation: Rotation | None = None
 
@@ -173,7 +175,8 @@ class Decoder(nn.Module):
         if self._rotation is None or len(self._rotation.cosines) < length:
             config = self.config
             tables = rope_tables(config, max(length, 256))
-            self._rotation = Rotation(config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps, *tables)
+            sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+            self._rotation = Rotation(*sizes, config.norm_eps, *tables, rounds_kv=self.rounds_kv)
         return self._rotation
 
     def hidden(

@@ -13,13 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl.ops.kernels import kernels
-from qarl.ops.reference import Spans, rotate
+from qarl.ops.reference import KVCodes, KVStore, Spans, rotate
 from qarl.ops.rows import rms_norm_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """How a fused projection becomes queries, keys and values: head counts and rotary tables [positions, C/2]."""
+    """How a fused projection becomes queries, keys and values: head counts and rotary tables [positions, C/2].
+
+    With `rounds_kv`, keys and values are rounded as an int8 store would, straight-through in the gradient.
+    """
 
     heads: int
     kv_heads: int
@@ -27,6 +30,7 @@ class Rotation:
     eps: float
     cosines: Tensor
     sines: Tensor
+    rounds_kv: bool = False
 
 
 def split_rotate(
@@ -41,14 +45,14 @@ def split_rotate(
 class Store:
     """One layer's keys and values [R, G, C] in an engine, and the rows `slots_T` that a forward's tokens fill."""
 
-    keys: Tensor
-    values: Tensor
+    keys: KVStore
+    values: KVStore
     slots_T: Tensor
 
 
 def split_rotate_into(
     store: Store, qkv: Tensor, positions_T: Tensor, rotation: Rotation, gains: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, KVStore, KVStore]:
     """As `split_rotate`, without gradient, into a store; returns the queries and the whole store."""
     tables = (rotation.cosines, rotation.sines)
     q = kernels().split_rotate(
@@ -57,10 +61,21 @@ def split_rotate_into(
     return q, store.keys, store.values
 
 
-def attention(q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans) -> Tensor:
-    """Causal attention of every query over its visible stored rows, scaled by C^-1/2; [T, H, C]."""
+def attention(q_THC: Tensor, keys: KVStore, values: KVStore, spans: Spans) -> Tensor:
+    """Causal attention of every query over its visible stored rows, scaled by C^-1/2; [T, H, C].
+
+    Differentiable where keys and values are fp32.
+    """
     scale = q_THC.shape[-1] ** -0.5
-    return _Attention.apply(q_THC, keys_RGC, values_RGC, spans, scale)  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        return kernels().attention(q_THC, keys, values, spans, scale)[0]
+    return _Attention.apply(q_THC, keys, values, spans, scale)  # type: ignore[no-any-return]
+
+
+def rounded(x_TGC: Tensor) -> Tensor:
+    """What an int8 store gives back for these keys or values: one scale a token and head."""
+    codes, scales = kernels().quantize_rows(x_TGC.flatten(0, 1))
+    return KVCodes(codes.view_as(x_TGC), scales.view(x_TGC.shape[:2])).as_float()
 
 
 class _SplitRotate(torch.autograd.Function):
@@ -74,6 +89,8 @@ class _SplitRotate(torch.autograd.Function):
         tables = (rotation.cosines, rotation.sines)
         slots = torch.arange(len(qkv))
         q = kernels().split_rotate(qkv, positions, slots, *tables, gains, rotation.eps, rotation.heads, keys, values)
+        if rotation.rounds_kv:
+            keys, values = rounded(keys), rounded(values)
         ctx.rotation = rotation
         ctx.save_for_backward(positions, q_gain, k_gain, qkv if gains is not None else None)
         return q, keys, values

@@ -1,4 +1,4 @@
-"""The operations as C kernels (`cpu.c`): same names and meaning as `reference.py`, bits independent of the batch."""
+"""The operations as C kernels (`csrc/`): same names and meaning as `reference.py`, bits independent of the batch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qarl.ops.reference import PackedCodes, ReferenceKernels, Scores, Spans
+from qarl.ops.reference import KVCodes, KVStore, PackedCodes, ReferenceKernels, Scores, Spans, shape_of
 from qarl.quant.formats import INT8, IntegerFormat
 
 PANEL = 32
+
+LARGEST_HEAD = 256
+"""Largest head dimension of the attention kernel."""
 
 LONGEST_SUM = 65536
 """Largest K whose 16-bit cross products still fit int32."""
@@ -91,7 +94,7 @@ class CpuKernels(ReferenceKernels):
         return codes, scales
 
     def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Panels of 16 columns by groups of 4 along K (`gemm.c`), where this CPU has integer dot products or tiles."""
+        """Panels of 16 columns by groups of 4 along K (`csrc/gemm_integer.c`), where this CPU has integer dot products or tiles."""
         if self.integer_level == 0:
             return PackedCodes(codes_NK)
         n, k = codes_NK.shape
@@ -181,29 +184,30 @@ class CpuKernels(ReferenceKernels):
         gains: tuple[Tensor, Tensor] | None,
         eps: float,
         heads: int,
-        keys_RGC: Tensor,
-        values_RGC: Tensor,
+        keys: KVStore,
+        values: KVStore,
     ) -> Tensor:
         q_gain, k_gain = gains if gains is not None else (None, None)
-        as_float(qkv_TN, cosines_PC, sines_PC, q_gain, k_gain, keys_RGC, values_RGC)
+        as_float(qkv_TN, cosines_PC, sines_PC, q_gain, k_gain)
         as_index(positions_T, slots_T)
-        rows, (kv_heads, dim) = len(qkv_TN), keys_RGC.shape[1:]
+        rows, (_, kv_heads, dim) = len(qkv_TN), shape_of(keys)
         q = qkv_TN.new_empty(rows, heads, dim)
-        inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain))
-        outputs = map(address, (q, keys_RGC, values_RGC))
-        self.library.qarl_split_rotate(*inputs, ctypes.c_float(eps), *ints(rows, heads, kv_heads, dim), *outputs)
+        inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain, q))
+        stores = [*store_addresses(keys), *store_addresses(values)]
+        self.library.qarl_split_rotate(*inputs, *stores, ctypes.c_float(eps), *ints(rows, heads, kv_heads, dim))
         return q
 
     def attention(
-        self, q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans, scale: float
+        self, q_THC: Tensor, keys: KVStore, values: KVStore, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor]:
-        as_float(q_THC, keys_RGC, values_RGC)
-        (rows, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
+        as_float(q_THC)
+        (rows, heads, dim), (_, kv_heads, _) = q_THC.shape, shape_of(keys)
+        assert dim <= LARGEST_HEAD
         out, lse = torch.empty_like(q_THC), q_THC.new_empty(rows, heads)
-        inputs = map(address, (q_THC, keys_RGC, values_RGC, *layout(spans)))
-        sizes = ints(rows, heads, kv_heads, dim)
-        tail = [ctypes.c_float(scale), ctypes.c_int64(spans.longest), address(out), address(lse)]
-        self.library.qarl_attention(*inputs, *sizes, *tail)
+        stores = [*store_addresses(keys), *store_addresses(values)]
+        rest = map(address, (*layout(spans), out, lse))
+        sizes = ints(rows, heads, kv_heads, dim, spans.longest)
+        self.library.qarl_attention(address(q_THC), *stores, *rest, ctypes.c_float(scale), *sizes)
         return out, lse
 
     def attention_backward(
@@ -221,10 +225,9 @@ class CpuKernels(ReferenceKernels):
         as_index(spans.families)
         (_, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
         dq, dk, dv = torch.empty_like(q_THC), torch.zeros_like(keys_RGC), torch.zeros_like(values_RGC)
-        inputs = map(address, (grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH, *layout(spans), spans.families))
-        sizes = ints(len(spans.families) - 1, heads, kv_heads, dim)
-        tail = [ctypes.c_float(scale), ctypes.c_int64(spans.longest), address(dq), address(dk), address(dv)]
-        self.library.qarl_attention_backward(*inputs, *sizes, *tail)
+        inputs = (grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH, *layout(spans), spans.families, dq, dk, dv)
+        sizes = ints(len(spans.families) - 1, heads, kv_heads, dim, spans.longest)
+        self.library.qarl_attention_backward(*map(address, inputs), ctypes.c_float(scale), *sizes)
         return dq, dk, dv
 
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
@@ -256,6 +259,16 @@ class CpuKernels(ReferenceKernels):
             *inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape), address(tokens), address(logprobs)
         )
         return tokens, logprobs
+
+
+def store_addresses(store: KVStore) -> list[ctypes.c_void_p]:
+    """fp32 values, codes, scales: what the store lacks is NULL."""
+    if isinstance(store, KVCodes):
+        as_float(store.scales)
+        assert store.codes.dtype == torch.int8
+        return [address(None), address(store.codes), address(store.scales)]
+    as_float(store)
+    return [address(store), address(None), address(None)]
 
 
 def round_up(n: int, multiple: int) -> int:

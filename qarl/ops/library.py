@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCES = (Path(__file__).with_name("cpu.c"), Path(__file__).with_name("gemm.c"))
+FOLDER = Path(__file__).with_name("csrc")
+SOURCES = tuple(sorted(FOLDER.glob("*.c")))
+HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """No -ffast-math: it would let the compiler reorder reductions."""
 
@@ -62,7 +64,7 @@ def build() -> Build:
 def library_path(compiler: str) -> Path:
     """Where the cache keeps what this compiler makes of the sources, with these flags, on this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([*(source.read_text() for source in SOURCES), *FLAGS, compiler, version, cpu_identity()])
+    key = "\n".join([*(source.read_text() for source in (*HEADERS, *SOURCES)), *FLAGS, compiler, version, cpu_identity()])
     return cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 

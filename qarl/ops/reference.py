@@ -39,7 +39,7 @@ class Spans:
 class PackedCodes:
     """Integer weight codes [N, K] and, for kernels that want another layout, the same in `planes`.
 
-    `corrections` belong to the planes (see `gemm.c`).
+    `corrections` belong to the planes (see `csrc/gemm_integer.c`).
     """
 
     codes: Tensor
@@ -55,6 +55,27 @@ class Scores:
     shifts: Tensor
     sums: Tensor
     entropies: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCodes:
+    """A store of keys or values on the int8 grid: `codes` [R, G, C] and one scale a row and head, `scales` [R, G]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def as_float(self) -> Tensor:
+        return self.codes.float() * self.scales[..., None]
+
+
+KVStore = Tensor | KVCodes
+"""Keys or values of all tokens [R, G, C]: fp32, or int8 codes."""
+
+
+def shape_of(store: KVStore) -> tuple[int, int, int]:
+    """(R, G, C)"""
+    rows, heads, dim = (store.codes if isinstance(store, KVCodes) else store).shape
+    return rows, heads, dim
 
 
 class ReferenceKernels:
@@ -154,28 +175,36 @@ class ReferenceKernels:
         gains: tuple[Tensor, Tensor] | None,
         eps: float,
         heads: int,
-        keys_RGC: Tensor,
-        values_RGC: Tensor,
+        keys: KVStore,
+        values: KVStore,
     ) -> Tensor:
         """Split a fused projection, normalize heads (`gains`: Qwen3), rotate; returns queries [T, H, C].
 
         Keys and values are written to rows `slots_T` of their stores. Rotation pairs element i with
         i + C/2 (Hugging Face layout); `cosines_PC` and `sines_PC` are [positions, C/2].
         """
-        kv_heads, dim = keys_RGC.shape[1:]
+        _, kv_heads, dim = shape_of(keys)
         q, k, v = qkv_TN.view(len(qkv_TN), -1, dim).split([heads, kv_heads, kv_heads], 1)
         if gains is not None:
             q, k = self.rms_norm(q, gains[0], eps), self.rms_norm(k, gains[1], eps)
         cosine, sine = cosines_PC[positions_T][:, None], sines_PC[positions_T][:, None]
-        keys_RGC[slots_T] = rotate(k, cosine, sine)
-        values_RGC[slots_T] = v
+        self._put(keys, slots_T, rotate(k, cosine, sine))
+        self._put(values, slots_T, v)
         return rotate(q, cosine, sine)
 
+    def _put(self, store: KVStore, slots_T: Tensor, x_TGC: Tensor) -> None:
+        if isinstance(store, KVCodes):
+            codes, scales = self.quantize_rows(x_TGC.flatten(0, 1))
+            store.codes[slots_T], store.scales[slots_T] = codes.view_as(x_TGC), scales.view(x_TGC.shape[:2])
+        else:
+            store[slots_T] = x_TGC
+
     def attention(
-        self, q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans, scale: float
+        self, q_THC: Tensor, keys: KVStore, values: KVStore, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Softmax attention over each query's visible keys; returns [T, H, C] and the log-sum-exp [T, H]."""
-        repeat = q_THC.shape[1] // keys_RGC.shape[1]
+        repeat = q_THC.shape[1] // shape_of(keys)[1]
+        keys_RGC, values_RGC = (store.as_float() if isinstance(store, KVCodes) else store for store in (keys, values))
         out, lse = torch.empty_like(q_THC), q_THC.new_empty(q_THC.shape[:2])
         for t in range(len(q_THC)):
             rows = visible_rows(spans, t)

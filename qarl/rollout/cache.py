@@ -7,11 +7,12 @@ neighbours: attention takes any list of spans.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from qarl.models.config import ModelConfig
+from qarl.ops.reference import KVCodes, KVStore
 
 PAGE = 32
 """Rows (tokens) a page."""
@@ -21,9 +22,20 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def bytes_per_token(config: ModelConfig) -> int:
-    """Keys and values of one token in every layer, fp32."""
-    return 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+KVFormat = Literal["fp32", "int8"]
+
+
+def bytes_per_token(config: ModelConfig, kv: KVFormat = "fp32") -> int:
+    """Keys and values of one token in every layer; int8 has one fp32 scale a head."""
+    head_bytes = 4 * config.head_dim if kv == "fp32" else config.head_dim + 4
+    return 2 * config.num_layers * config.num_kv_heads * head_bytes
+
+
+def empty_store(shape: tuple[int, int, int], kv: KVFormat) -> KVStore:
+    """Room for keys or values [rows, heads, dim] of one layer."""
+    if kv == "fp32":
+        return torch.zeros(shape)
+    return KVCodes(torch.zeros(shape, dtype=torch.int8), torch.ones(shape[:2]))
 
 
 @dataclass(slots=True)
@@ -61,11 +73,11 @@ class KVCache:
     A request reserves all the pages it can come to need before it starts, so nothing is ever evicted.
     """
 
-    def __init__(self, config: ModelConfig, num_pages: int) -> None:
+    def __init__(self, config: ModelConfig, num_pages: int, kv: KVFormat = "fp32") -> None:
         self.num_pages = num_pages
         shape = (self.num_pages * PAGE, config.num_kv_heads, config.head_dim)
-        self.keys: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))
-        self.values: tuple[Tensor, ...] = tuple(torch.zeros(shape) for _ in range(config.num_layers))
+        self.keys = tuple(empty_store(shape, kv) for _ in range(config.num_layers))
+        self.values = tuple(empty_store(shape, kv) for _ in range(config.num_layers))
         self._free: list[int] = []
         self.release_all()
 

@@ -20,7 +20,9 @@ class NativeEngineConfig(Config):
     """Our own engine: continuous batching on the CPU, same operations as the learner."""
 
     type: Literal["native"] = "native"
-    kv_cache: Literal["fp32"] = Field("fp32", description="Number format of cached keys and values.")
+    kv_cache: Literal["fp32", "int8"] = Field(
+        "fp32", description="Number format of cached keys and values; the learner rounds its own in the same way."
+    )
     kv_bytes: int = Field(1 << 30, ge=1 << 16, description="Most bytes the key/value cache may take.")
     max_concurrency: int = Field(64, ge=1, description="Most completions decoded at a time.")
     prefill_tokens: int = Field(2048, ge=1, description="Most prompt tokens computed in one forward pass.")

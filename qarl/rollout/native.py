@@ -88,7 +88,7 @@ class NativeEngine:
         sampled. RunError for a log-probability that is not finite.
         """
         assert self.version >= 0, "generate before load"
-        self._check_fit(prompts, sampling)
+        self.check_fit(prompts, sampling)
         requests = make_requests(prompts, group_size, seed)
         run = Rollout(self, sampling, len(requests), self.cache_for(prompts, group_size, sampling))
         run.all(requests)
@@ -108,7 +108,8 @@ class NativeEngine:
             text=self.decode(request.token_ids),
         )
 
-    def _check_fit(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def check_fit(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """ConfigurationError for a prompt with no tokens, or whose completions the context or the cache cannot hold."""
         context = self.decoder.config.max_position_embeddings
         for prompt in prompts:
             length = len(prompt.token_ids)
@@ -122,7 +123,7 @@ class NativeEngine:
                     f"exceed the model's context of {context}; shorten one of them"
                 )
             pages = pages_for(length) + pages_for(sampling.max_new_tokens)
-            needed = pages * PAGE * bytes_per_token(self.decoder.config)
+            needed = pages * PAGE * bytes_per_token(self.decoder.config, self.config.kv_cache)
             if needed > self.config.kv_bytes:
                 raise ConfigurationError(
                     f"prompt {prompt.id}: one completion may need {needed} bytes of key/value cache, "
@@ -133,10 +134,10 @@ class NativeEngine:
         """A cache with room for this rollout, or for as much of it as the budget holds; reused when big enough."""
         running = min(self.config.max_concurrency, len(prompts) * group_size)
         pages = sum(pages_for(len(p.token_ids)) for p in prompts) + running * pages_for(sampling.max_new_tokens)
-        pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config)))
+        pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config, self.config.kv_cache)))
         if self.cache is None or self.cache.num_pages < pages:
             self.cache = None  # freed before its successor is made
-            self.cache = KVCache(self.decoder.config, pages)
+            self.cache = KVCache(self.decoder.config, pages, self.config.kv_cache)
         self.cache.release_all()
         return self.cache
 

@@ -95,6 +95,6 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], remaining_s: 
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """`held-out after 0 steps  arithmetic/pass@1 0.115  ...`."""
-    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items()]
+    """`held-out after 0 steps  pass@1 0.115  ...`; a run has one set of held-out questions."""
+    shown = [f"{name.rpartition('/')[2]} {value:.4g}" for name, value in metrics.items()]
     return "  ".join([f"held-out after {step} steps", *shown])

@@ -27,7 +27,7 @@ def draw(folder: Path) -> Path:
 
     reward.plot(*points(steps, "reward/mean"), marker=".", label="training reward")
     for name in held_out_names(evaluations):
-        reward.plot(*points(evaluations, name), marker="o", linestyle="--", label=f"held-out {name[5:]}")
+        reward.plot(*points(evaluations, name), marker="o", linestyle="--", label=f"held-out {name.rpartition('/')[2]}")
     reward.set_ylabel("reward")
     reward.legend(loc="best", fontsize="small")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qarl.advantages import ADVANTAGES
-from qarl.advantages.group import BatchNormalized, GroupMean, GroupStd, LeaveOneOut, RewardItself
+from qarl.advantages.group import BatchNormalized, GroupMean, GroupStd, LeaveOneOut, RewardItself, has_spread
 from qarl.errors import RunError
 
 NAN = math.nan
@@ -22,6 +22,13 @@ def rewards(*values: float) -> Tensor:
 
 def assert_close(actual: Tensor, *expected: float) -> None:
     torch.testing.assert_close(actual, rewards(*expected), rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+def test_spread_is_found_exactly_and_among_valid_rewards_only():
+    groups = [[0.2] * 8, [0.2] * 7 + [0.3], [NAN, 0.5, NAN], [NAN, NAN], [NAN, 1.0, 0.0]]
+    assert [has_spread(rewards(*group)) for group in groups] == [False, True, False, False, True]
+    one_ulp_apart = torch.tensor([0.2, math.nextafter(0.2, 1.0)], dtype=torch.float64)
+    assert has_spread(one_ulp_apart)
 
 
 def test_without_baseline_the_advantage_is_the_reward():

@@ -224,6 +224,25 @@ def test_a_batch_without_any_advantage_is_counted_and_changes_nothing(small):
     assert_equal(masters(learner), before)
 
 
+@pytest.mark.parametrize("objective", [Reinforce(), Grpo()], ids=["token_mean", "sequence_mean"])
+def test_skipping_equal_groups_does_not_change_the_gradient(small, objective):
+    groups = small.rollout(small.learner(), *LENGTHS)
+    advantages = small.advantages(groups)
+    advantages[0][:] = advantages[2][:] = 0.0
+    everything, less = Spy(objective), Spy(objective)
+    expected = gradients(small.learner(objective=everything, **UNCLIPPED), groups, advantages)
+    found = gradients(small.learner(objective=less, skip_equal_groups=True, **UNCLIPPED), groups, advantages)
+    assert_close(found, expected, 1e-5)
+    assert [sum(len(inputs.mask_BT) for inputs in spy.inputs) for spy in (everything, less)] == [9, 3]
+
+
+def test_a_batch_of_equal_groups_only_is_not_skipped(small):
+    spy = Spy()
+    learner = small.learner(objective=spy, skip_equal_groups=True)
+    learner.update(small.rollout(learner, *LENGTHS), [torch.zeros(3)] * 3)
+    assert sum(len(inputs.mask_BT) for inputs in spy.inputs) == 9
+
+
 def test_an_update_moves_weights_and_publishes_them_as_the_next_version(small):
     learner = small.learner("w8a8-int8", schedule=Linear())
     first, before = learner.publish(), masters(learner)

@@ -23,7 +23,7 @@ def test_a_completion_has_at_least_one_token():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"kv_cache": "int8"}, {"kv_bytes": 1000}, {"max_concurrency": 0}, {"prefill_tokens": 0}, {"type": "vllm"}],
+    [{"kv_cache": "int4"}, {"kv_bytes": 1000}, {"max_concurrency": 0}, {"prefill_tokens": 0}, {"type": "vllm"}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_an_engine_that_cannot_be_built_is_refused_by_the_keys_name(wrong):

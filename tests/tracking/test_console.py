@@ -29,8 +29,9 @@ def test_a_figure_that_is_not_measured_is_left_out() -> None:
     assert "mismatch" not in step_line(0, 1, {"reward/mean": 1.0}, remaining_s=0.0)
 
 
-def test_an_evaluation_s_line_names_the_set() -> None:
-    assert evaluation_line(15, {"eval/held_out/pass@1": 0.925}) == "held-out after 15 steps  held_out/pass@1 0.925"
+def test_an_evaluation_s_line_shows_every_figure() -> None:
+    figures = {"eval/held_out/length_mean": 12.25, "eval/held_out/pass@1": 0.925, "eval/held_out/questions": 200.0}
+    assert evaluation_line(15, figures) == "held-out after 15 steps  length_mean 12.25  pass@1 0.925  questions 200"
 
 
 def test_log_records_become_lines_of_the_console() -> None:

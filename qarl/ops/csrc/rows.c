@@ -1,0 +1,88 @@
+// Row-wise operations: normalization, gating, quantization of activations, dequantization of sums.
+
+#include "lanes.h"
+
+static inline vf silu(vf gate) {  // past -88, where `vexp` would overflow, the quotient is below 1e-36 anyway
+    return gate / (splat(1.0f) + vexp(-vmax(gate, splat(-88.0f))));
+}
+
+// silu(gate) * up of one row; gate_up is [2n], gate first.
+static void gated_row(const float *gate_up, int64_t n, float *y) {
+    const float *gate = gate_up, *up = gate_up + n;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(y + i, silu(load(gate + i)) * load(up + i));
+    if (i < n) store_part(y + i, n - i, silu(load_part(gate + i, n - i, 0)) * load_part(up + i, n - i, 0));
+}
+
+void qarl_rms_norm(const float *x, const float *gain, float eps, int64_t rows, int64_t n, float *y) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t t = 0; t < rows; t++) rms_norm_row(x + t * n, gain, eps, n, y + t * n);
+}
+
+void qarl_rms_norm_quantize(const float *x, const float *gain, float eps, int64_t rows, int64_t n, int8_t *codes,
+                            float *scales) {
+#pragma omp parallel if (rows * n > 16384)
+    {
+        float *y = malloc(n * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < rows; t++) {
+            rms_norm_row(x + t * n, gain, eps, n, y);
+            scales[t] = quantize_row(y, n, 127.0f, codes + t * n);
+        }
+        free(y);
+    }
+}
+
+void qarl_quantize_rows(const float *x, float limit, int64_t rows, int64_t n, int8_t *codes, float *scales) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row(x + t * n, n, limit, codes + t * n);
+}
+
+// The same onto a grid that needs 16 bits.
+void qarl_quantize_rows_wide(const float *x, float limit, int64_t rows, int64_t n, int16_t *codes, float *scales) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t t = 0; t < rows; t++) {
+        const float *row = x + t * n;
+        int16_t *out = codes + t * n;
+        float amax = row_amax(row, n);
+        int is_zero = amax < SMALLEST_AMAX, is_bad = isnan(amax);
+        float factor = is_zero || is_bad ? 0.0f : limit / amax;
+        for (int64_t i = 0; i < n; i++) out[i] = is_bad ? 0 : (int16_t)__builtin_rintf(row[i] * factor);
+        scales[t] = is_bad ? amax : is_zero ? 1.0f : amax / limit;
+    }
+}
+
+void qarl_gated(const float *gate_up, int64_t rows, int64_t n, float *y) {
+#pragma omp parallel for schedule(static) if (rows * n > 8192)
+    for (int64_t t = 0; t < rows; t++) gated_row(gate_up + t * 2 * n, n, y + t * n);
+}
+
+void qarl_gated_quantize(const float *gate_up, int64_t rows, int64_t n, int8_t *codes, float *scales) {
+#pragma omp parallel if (rows * n > 8192)
+    {
+        float *y = malloc(n * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < rows; t++) {
+            gated_row(gate_up + t * 2 * n, n, y);
+            scales[t] = quantize_row(y, n, 127.0f, codes + t * n);
+        }
+        free(y);
+    }
+}
+
+// y = accumulator * (row scale * column scale) (+ bias) (+ residual); bias and residual may be NULL.
+void qarl_dequantize(const int32_t *accumulator, const float *row_scales, const float *column_scales,
+                     const float *bias, const float *residual, int64_t rows, int64_t n, float *y) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t t = 0; t < rows; t++) {
+        const int32_t *a = accumulator + t * n;
+        const float *r = residual ? residual + t * n : NULL;
+        float *out = y + t * n, row_scale = row_scales[t];
+        for (int64_t j = 0; j < n; j++) {
+            float value = (float)a[j] * (row_scale * column_scales[j]);
+            if (bias) value = value + bias[j];
+            if (r) value = value + r[j];
+            out[j] = value;
+        }
+    }
+}
