@@ -6,7 +6,8 @@ that a disagreement points at its layer. Shape letters: B sequences, T tokens, D
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,24 +152,21 @@ def _argmax(decoder: Decoder, hidden_TD: Tensor, chunk: int) -> Tensor:
     return torch.cat([logits(decoder.head(), rows).argmax(-1) for rows in hidden_TD.split(chunk)])
 
 
-class _layer_outputs:
-    """Collects every layer's output of the forward passes inside the block; the newest pass only."""
+@contextmanager
+def _layer_outputs(decoder: Decoder) -> Iterator[list[Tensor]]:
+    """Every layer's output of the forward passes inside the block; of the newest pass only."""
+    outputs: list[Tensor] = []
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self.outputs: list[Tensor] = []
+    def keep(layer: torch.nn.Module, _: Any, output: Tensor) -> None:
+        if layer is decoder.layers[0]:
+            outputs.clear()
+        outputs.append(output)
 
-    def __enter__(self) -> list[Tensor]:
-        def keep(module: torch.nn.Module, _: Any, output: Tensor) -> None:
-            if module is self.decoder.layers[0]:
-                self.outputs.clear()
-            self.outputs.append(output)
-
-        self.handles = [layer.register_forward_hook(keep) for layer in self.decoder.layers]
-        return self.outputs
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
+    handles = [layer.register_forward_hook(keep) for layer in decoder.layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
             handle.remove()
 
 

@@ -77,8 +77,8 @@ def assessment_recipe(
         table = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
     elif prompts is None:
         raise ConfigurationError(
-            f"{model}: is no run folder (it has no recipe.toml), and of a bare model --prompts is required; give a file or "
-            f"one of {', '.join(name for name in SOURCES if name != 'file')}"
+            f"{model}: is no run folder (it has no recipe.toml), and of a bare model --prompts is required; give a "
+            f"file or one of {', '.join(name for name in SOURCES if name != 'file')}"
         )
     if prompts is not None:
         table["prompts"] = questions_table(prompts)
@@ -86,9 +86,15 @@ def assessment_recipe(
         scorer = "reasoning_gym" if table["prompts"]["type"] == "reasoning_gym" else "answer"
         table["rewards"] = [{"type": scorer}]
     name = Path(table["prompts"].get("path", table["prompts"]["type"])).stem
-    if count is None:
-        count = DEFAULT_COUNT if prompts is None or prompts in SOURCES else num_rows(table["prompts"])
-    table["eval"] = {"name": name, "count": count, "samples": samples, "temperature": temperature}
+    own = table.get("eval", {})
+    if count is None and prompts is None:
+        count = own.get("count")
+    elif count is None and prompts not in SOURCES:
+        count = num_rows(table["prompts"])
+    asked = {"name": name, "count": count or DEFAULT_COUNT, "samples": samples, "temperature": temperature}
+    # What counts as right stays what the run says. When it saves and rates checkpoints is of no use here.
+    table["eval"] = asked | {key: own[key] for key in ("correct_term",) if key in own}
+    table.pop("checkpoint", None)
     return parse_recipe(table, "command line", overrides)
 
 

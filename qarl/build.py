@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from qarl.checkpoint import newest_checkpoint
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
 from qarl.learner.learner import LocalLearner
@@ -16,12 +18,12 @@ from qarl.models.decoder import Decoder
 from qarl.models.names import LoadedModel, load_model
 from qarl.ops.kernels import kernels
 from qarl.prompts import Renderer, SplitSource
-from qarl.quant import Plan as SchemePlan
-from qarl.quant import plan_schemes, scheme_named
+from qarl.quant import SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import EvalConfig, Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
+from qarl.runfolder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +41,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = load_model(recipe.model)
+    model = load_model(_newest_of_run(recipe.model))
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -76,6 +78,7 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.sampling.max_new_tokens,
         recipe.steps,
         model.tokenizer,
+        model.stop_token_ids,
     )
 
 
@@ -113,6 +116,17 @@ def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) 
     """These questions, asked as the configuration says and otherwise as in training (`sampling`)."""
     sampling = replace(sampling, temperature=config.temperature)
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term)
+
+
+def _newest_of_run(model: str) -> str:
+    """For a run folder the model of its newest checkpoint, else what was given."""
+    run = RunFolder(Path(model))
+    if not run.recipe.is_file():
+        return model
+    checkpoint = newest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        raise ConfigurationError(f"{model}: the run has no whole checkpoint yet; choose another model")
+    return str(checkpoint.folder / "model")
 
 
 def _alignment_level(alignment: str) -> str:

@@ -90,7 +90,9 @@ def evaluate(
         str | None, Parameter(help="A file of questions, or arithmetic, reasoning_gym, ...; by default the run's own.")
     ] = None,
     samples: Annotated[Count, Parameter(name=["-k", "--samples"], help="Answers a question; the k of pass@k.")] = 1,
-    count: Annotated[Count | None, Parameter(help="How many questions; by default all of a file, else 200.")] = None,
+    count: Annotated[
+        Count | None, Parameter(help="How many questions; by default all of a file, as many as the run asks, else 200.")
+    ] = None,
     temperature: Annotated[float, Parameter(help="Divides the logits; 0 takes the likeliest token.")] = 1.0,
     as_json: Json = False,
 ) -> None:
@@ -228,6 +230,10 @@ def run_command(arguments: Sequence[str]) -> int:
         return _refuse(error, INTERRUPTED)
     except KeyboardInterrupt:
         return _refuse("interrupted; nothing was saved since the last checkpoint", INTERRUPTED)
+    except BrokenPipeError:
+        # Who read the answer has left, as `head` does; Python would complain when it flushes the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     return DONE
 
 

@@ -1,5 +1,10 @@
 """The two ways a run can end badly; everything else that escapes is a bug of ours."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ConfigurationError(ValueError):
     """Something the user asked for cannot be done: says what, where, the rule and the remedy. Exit code 2."""
@@ -7,3 +12,9 @@ class ConfigurationError(ValueError):
 
 class RunError(RuntimeError):
     """A run that began cannot go on, or stopped itself: says why and what was saved. Exit code 1."""
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The end of a message, "; did you mean 'lr'?", for the nearest known words; nothing where none is near."""
+    near = get_close_matches(word, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

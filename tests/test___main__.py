@@ -14,6 +14,15 @@ def test_the_package_can_be_run() -> None:
     assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, __version__, "")
 
 
+def test_a_reader_that_leaves_early_is_no_reason_to_complain() -> None:
+    command = [sys.executable, "-m", "qarl", "doctor"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
 def test_its_exit_code_is_the_command_line_s() -> None:
     answer = subprocess.run([sys.executable, "-m", "qarl", "trian"], cwd=ROOT, capture_output=True, text=True)
     assert answer.returncode == 2

@@ -42,7 +42,7 @@ class Nudged(CpuKernels):
         self.calls = 0
 
     def attention(
-        self, q_THC: Tensor, keys_RGC: Tensor, values_RGC: Tensor, spans: Spans, scale: float
+        self, q_THC: Tensor, keys_RGC: Any, values_RGC: Any, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = super().attention(q_THC, keys_RGC, values_RGC, spans, scale)
         is_cached = len(keys_RGC) != len(q_THC)  # the learner's keys are those of its own tokens

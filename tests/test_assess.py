@@ -48,6 +48,17 @@ def test_a_run_is_asked_with_its_own_recipe(tmp_path: Path) -> None:
     assert recipe.eval is not None and (recipe.eval.count, recipe.eval.samples) == (5, 4)
 
 
+def test_a_run_s_own_rule_for_right_answers_holds_and_its_checkpoints_do_not_matter(tmp_path: Path) -> None:
+    own = ["--eval.correct_term=repetition", "--eval.every=1", "--checkpoint.keep_best=true"]
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE, own)))
+    recipe = assessment_recipe(str(tmp_path), None, 1, None, 1.0, [])
+    assert recipe.eval is not None
+    assert (recipe.eval.correct_term, recipe.eval.count) == ("repetition", 8)
+    elsewhere = assessment_recipe(str(tmp_path), "arithmetic", 1, None, 1.0, [])
+    assert elsewhere.eval is not None
+    assert (elsewhere.eval.correct_term, elsewhere.eval.count) == ("repetition", 200)
+
+
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier() -> None:
     overrides = parse_overrides(["--prompts.task=basic_arithmetic"])
     recipe = assessment_recipe("tiny", "reasoning_gym", 1, 3, 1.0, overrides)

@@ -78,7 +78,7 @@ REFUSALS = {
         "name it with prompts.answer_column",
     ),
     "no such file": Refusal(
-        (*FILE, "--prompts.path=god.jsonl"), "god.jsonl", "there is no such file", "did you mean good.jsonl"
+        (*FILE, "--prompts.path=god.jsonl"), "god.jsonl", "there is no such file", "did you mean 'good.jsonl'"
     ),
     "prompt too long": Refusal(
         (*FILE, "--prompts.path=long.jsonl", "--prompts.max_prompt_tokens=200"),
@@ -118,7 +118,7 @@ REFUSALS = {
         (*PYTHON, "--rewards.0.function=rewards.py:length"),
         "reward function rewards.py:length",
         "rewards.py has no length",
-        "did you mean lengths?",
+        "did you mean 'lengths'?",
     ),
     "reward file missing": Refusal(
         (*PYTHON, "--rewards.0.function=reward.py:lengths"), "reward.py:lengths", "does not exist", "check the path"

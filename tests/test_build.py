@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl.build import build
+from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels
@@ -90,9 +91,24 @@ def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
     assert "  | What is " in account
 
 
+def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the run has no whole checkpoint yet"):
+        (tmp_path / "recipe.toml").touch()
+        build(recipe_of(f"--model={tmp_path}"))
+    learner = build(recipe_of()).cast.learner
+    with torch.no_grad():
+        learner.decoder.head_weight()[0, 0] = 7.0
+    CheckpointStore(tmp_path / "checkpoints").save(3, learner.save, {})
+    system = build(recipe_of(f"--model={tmp_path}"))
+    assert system.cast.learner.decoder.head_weight()[0, 0] == 7.0
+    assert f"model {tmp_path}/checkpoints/step-3/model: llama" in system.account
+
+
 def test_the_account_counts_what_was_too_long(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 4 + '{"prompt": "' + "1 + " * 99 + '1", "answer": "100"}\n')
+    rows.write_text(
+        '{"prompt": "1 + 1", "answer": "2"}\n' * 4 + '{"prompt": "' + "1 + " * 99 + '1", "answer": "100"}\n'
+    )
     file = [f"--prompts={{type = 'file', path = '{rows}', on_long = 'skip', max_prompt_tokens = 100}}"]
     account = build(recipe_of(*file, "--eval.count=1", "--prompts.eval_fraction=0.2")).account
     assert "prompts rendered with the chat template, 1 left out as too long; the first one" in account

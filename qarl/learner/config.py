@@ -23,8 +23,8 @@ class LearnerConfig(Config):
     )
     skip_equal_groups: bool = Field(
         False,
-        description="Compute nothing for groups whose advantages are all 0: without KL and entropy terms the gradient is "
-        "the same, and `mismatch/*` and `objective/*` cover the other groups only.",
+        description="Compute nothing for groups whose advantages are all 0. Without KL and entropy terms the gradient "
+        "is the same; `mismatch/*` and `objective/*` then cover the other groups only.",
     )
     activation_checkpointing: bool = Field(
         False, description="Keep one activation per layer and recompute the rest in the backward pass."

@@ -26,6 +26,7 @@ from qarl.models.decoder import Decoder
 from qarl.models.load import load_folder
 from qarl.models.save import save_folder
 from qarl.ops.head import token_logprobs
+from qarl.ops.kernels import kernels
 from qarl.optim.clipping import clip_grad_norm
 from qarl.quant.scheme import Scheme
 from qarl.records import Advantages, Group, LossInputs, Snapshot
@@ -52,6 +53,7 @@ class LocalLearner:
         max_new_tokens: int,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.decoder = decoder
@@ -62,6 +64,7 @@ class LocalLearner:
         self.max_new_tokens = max_new_tokens
         self.total_steps = total_steps
         self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
         self.version = 0
         self.skipped_in_a_row = 0
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
@@ -97,7 +100,7 @@ class LocalLearner:
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder `model/`, optimizer state and counters beside it."""
         masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
-        save_folder(folder / "model", self.decoder.config, masters, self.tokenizer)
+        save_folder(folder / "model", self.decoder.config, masters, self.tokenizer, stop_token_ids=self.stop_token_ids)
         tensors, scalars = self.optimizer.export_state()
         save_tensors(folder / "optimizer.safetensors", tensors)
         state = {"version": self.version, "skipped_in_a_row": self.skipped_in_a_row, "optimizer": scalars}
@@ -129,6 +132,10 @@ class LocalLearner:
             self.decoder.serve(operands_of(self.decoder, snapshot))
         return snapshot
 
+    def _is_exact(self) -> bool:
+        """Whether the engine's log-probabilities have the bits of this learner's."""
+        return self.alignment != "none" and kernels().exact_matmul
+
     def _initial_policy(self) -> Decoder:
         """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters."""
         aligned = self.alignment != "none"
@@ -146,9 +153,10 @@ class LocalLearner:
     def _old_logprobs(self, batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
         """The learner's log-probabilities before the first step, [B, L] per micro-batch.
 
-        Aligned, they are the engine's own; otherwise one more forward pass computes them.
+        Where the two are exactly aligned, they are the engine's own; otherwise one more forward pass computes them,
+        so that the ratio to them holds no mismatch.
         """
-        if self.alignment != "none":
+        if self._is_exact():
             return [[micro.engine_BL for micro in micros] for micros in batches]
         with torch.no_grad():
             return [[micro.frame(self.logprobs(micro)[0]) for micro in micros] for micros in batches]
@@ -162,7 +170,11 @@ class LocalLearner:
         reports = []
         for micro, old_BL in zip(micros, old, strict=True):
             reports.append(self._accumulate(micro, old_BL, num_sequences, num_tokens, is_first))
-        return merge([*reports, self._step()])
+        found = merge([*reports, self._step()])
+        if "objective/loss" in found:
+            # The shares are added up to this update's loss: of several updates the mean is reported.
+            found["objective/loss"] = Mean(found["objective/loss"].value(), 1.0)
+        return found
 
     def _accumulate(
         self, micro: MicroBatch, old_BL: Tensor, num_sequences: int, num_tokens: int, is_first: bool
@@ -185,9 +197,9 @@ class LocalLearner:
             )
         )
         report.loss.backward()
-        if not is_first and self.alignment != "none":
+        if not is_first and self._is_exact():
             return report.metrics  # the weights have moved since the rollout: this is no mismatch
-        learner = new_S.detach() if self.alignment != "none" else old_BL[micro.mask_BL]
+        learner = new_S.detach() if self._is_exact() else old_BL[micro.mask_BL]
         return report.metrics | mismatch_metrics(learner, micro.engine_BL[micro.mask_BL])
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:

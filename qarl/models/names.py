@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, suggestion
 from qarl.models.config import ModelConfig
 from qarl.models.gguf import load_gguf
 from qarl.models.load import load_folder
@@ -88,11 +87,9 @@ def resolve(name_or_path: str) -> ModelSource:
         )
     if path.suffix != ".gguf" and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path):
         return ModelSource("hub", name_or_path)
-    close = difflib.get_close_matches(name_or_path, KNOWN_NAMES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigurationError(
         f"{name_or_path!r} is no model: no such folder or .gguf file, not one of {', '.join(KNOWN_NAMES)}, and not a "
-        f"hub id (owner/name){hint}"
+        f"hub id (owner/name){suggestion(name_or_path, KNOWN_NAMES)}"
     )
 
 

@@ -7,10 +7,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qarl.ops.reference import KVCodes, KVStore, PackedCodes, ReferenceKernels, Scores, Spans, shape_of
+from qarl.ops.reference import KVCodes, KVStore, PackedCodes, PackedInt4, ReferenceKernels, Scores, Spans, shape_of
 from qarl.quant.formats import INT8, IntegerFormat
 
 PANEL = 32
+
+LARGEST_GROUP = 128
+"""Largest group of 4-bit weights that share a scale, in the kernel."""
 
 LARGEST_HEAD = 256
 """Largest head dimension of the attention kernel."""
@@ -156,22 +159,37 @@ class CpuKernels(ReferenceKernels):
     def unpack(self, packed: Tensor, n: int) -> Tensor:
         return packed.transpose(1, 2).flatten(0, 1)[:n]
 
-    def matmul(
-        self,
-        x_TK: Tensor,
-        packed: Tensor,
-        n: int,
-        row_scales_T: Tensor | None,
-        column_scales_N: Tensor | None,
-        bias_N: Tensor | None,
-        residual_TN: Tensor | None,
-    ) -> Tensor:
-        as_float(x_TK, packed, row_scales_T, column_scales_N, bias_N, residual_TN)
+    def matmul(self, x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
+        as_float(x_TK, packed, bias_N, residual_TN)
         rows, k = x_TK.shape
         assert packed.shape[1] == k, "packed weight and input disagree on K"
         y = x_TK.new_empty(rows, n)
-        pointers = map(address, (x_TK, packed, row_scales_T, column_scales_N, bias_N, residual_TN))
-        self.library.qarl_matmul(*pointers, *ints(rows, n, k), address(y))
+        self.library.qarl_matmul(*map(address, (x_TK, packed, bias_N, residual_TN)), *ints(rows, n, k), address(y))
+        return y
+
+    def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
+        """Nibbles in the panels of `pack`, and the scales beside them."""
+        as_float(scales_NG)
+        (n, k), groups = codes_NK.shape, scales_NG.shape[1]
+        assert codes_NK.dtype == torch.int8 and k // groups <= LARGEST_GROUP
+        panels = round_up(n, PANEL) // PANEL
+        nibbles = torch.empty(panels, k, PANEL // 2, dtype=torch.uint8)
+        scales = torch.empty(panels, groups, PANEL)
+        self.library.qarl_pack_int4(
+            *map(address, (codes_NK, scales_NG)), *ints(n, k, k // groups), *map(address, (nibbles, scales))
+        )
+        return PackedInt4(codes_NK, scales_NG, nibbles, scales)
+
+    def matmul_int4(
+        self, x_TK: Tensor, weight: PackedInt4, bias_N: Tensor | None, residual_TN: Tensor | None
+    ) -> Tensor:
+        assert weight.nibbles is not None and weight.panel_scales is not None
+        as_float(x_TK, bias_N, residual_TN)
+        (rows, k), n = x_TK.shape, len(weight.codes)
+        assert weight.codes.shape[1] == k, "packed weight and input disagree on K"
+        y = x_TK.new_empty(rows, n)
+        inputs = map(address, (x_TK, weight.nibbles, weight.panel_scales, bias_N, residual_TN))
+        self.library.qarl_matmul_int4(*inputs, *ints(rows, n, k, k // weight.scales.shape[1]), address(y))
         return y
 
     def split_rotate(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl.ops.cpu import CpuKernels
+from qarl.ops.cpu import LARGEST_GROUP, CpuKernels
 from qarl.ops.kernels import kernels, require_exact_integers
-from qarl.ops.reference import PackedCodes
-from qarl.quant.formats import IntegerFormat
+from qarl.ops.reference import PackedCodes, PackedInt4
+from qarl.quant.formats import INT4, IntegerFormat
 from qarl.quant.qtensor import (
     QTensor,
     dequantize,
@@ -22,7 +22,7 @@ from qarl.quant.qtensor import (
     quantize,
     quantize_activations,
 )
-from qarl.quant.scales import PerRow
+from qarl.quant.scales import PerGroup, PerRow
 from qarl.quant.scheme import Quantizer, Scheme
 
 Rows = tuple[Tensor, Tensor | None]
@@ -65,8 +65,29 @@ class IntegerOperand:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Int4Operand:
+    """4-bit weights with group scales times fp32 activations: expanded on the way through a fixed-order fp32 GEMM."""
+
+    weight: PackedInt4
+    bias: Tensor | None
+
+    quantizes_rows = False
+    rows_grid = None
+
+    def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
+        return kernels().matmul_int4(rows[0], self.weight, self.bias, residual_TN)
+
+    def dense(self) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]."""
+        return self.weight.dense()
+
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        return rows[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FloatOperand:
-    """fp32 GEMM in a fixed order on packed weights: full precision, weight-only schemes, and fp8's reference.
+    """fp32 GEMM in a fixed order on packed weights: full precision, and the reference of fp8.
 
     For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
     values their codes stand for.
@@ -82,7 +103,7 @@ class FloatOperand:
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         x_TK = self.rows_as_float(rows)
-        return kernels().matmul(x_TK, self.packed, self.shape[0], None, None, self.bias, residual_TN)
+        return kernels().matmul(x_TK, self.packed, self.shape[0], self.bias, residual_TN)
 
     def dense(self) -> Tensor:
         return kernels().unpack(self.packed, self.shape[0])
@@ -94,7 +115,7 @@ class FloatOperand:
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
 
-Operand = IntegerOperand | FloatOperand
+Operand = IntegerOperand | Int4Operand | FloatOperand
 
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
@@ -126,6 +147,8 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
         require_exact_integers()
         packed = kernels().pack_codes(stack([p.codes for p in quantized]))
         return IntegerOperand(packed, stack([p.scale[:, 0] for p in quantized]), bias, activation_grid(first.scheme))
+    if is_weight_only_int4(first.scheme):
+        return Int4Operand(kernels().pack_int4(stack([p.codes for p in quantized]), stack([p.scale for p in quantized])), bias)
     weight = stack([dequantize(p) for p in quantized])
     return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)
 
@@ -135,6 +158,18 @@ def is_integer(scheme: Scheme) -> bool:
     return all(
         q is not None and isinstance(q.granularity, PerRow) and isinstance(q.format, IntegerFormat)
         for q in (scheme.weight, scheme.activation)
+    )
+
+
+def is_weight_only_int4(scheme: Scheme) -> bool:
+    """Whether 4-bit codes in groups along K meet activations in full precision."""
+    weight = scheme.weight
+    return (
+        weight is not None
+        and weight.format is INT4
+        and isinstance(weight.granularity, PerGroup)
+        and weight.granularity.size <= LARGEST_GROUP
+        and scheme.activation is None
     )
 
 

@@ -48,6 +48,21 @@ class PackedCodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedInt4:
+    """4-bit weight codes [N, K] with scales [N, G] for groups along K; kernels have both in panels as well."""
+
+    codes: Tensor
+    scales: Tensor
+    nibbles: Tensor | None = None
+    panel_scales: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]."""
+        groups_NGE = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
+        return (groups_NGE * self.scales[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """Of each row of logits: the target's log-probability, the entropy, and the maximum and sum that made them."""
 
@@ -148,22 +163,21 @@ class ReferenceKernels:
         """The [N, K] weight that `pack` packed."""
         return packed
 
-    def matmul(
-        self,
-        x_TK: Tensor,
-        packed: Tensor,
-        n: int,
-        row_scales_T: Tensor | None,
-        column_scales_N: Tensor | None,
-        bias_N: Tensor | None,
-        residual_TN: Tensor | None,
-    ) -> Tensor:
-        """x @ weight^T in fp32 (times both scales), plus bias, plus residual; `n` output columns."""
+    def matmul(self, x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, residual_TN: Tensor | None) -> Tensor:
+        """x @ weight^T in fp32, plus bias, plus residual; `n` output columns."""
         y_TN = x_TK @ packed.t()
-        if row_scales_T is not None and column_scales_N is not None:
-            y_TN = y_TN * (row_scales_T[:, None] * column_scales_N)
         y_TN = y_TN if bias_N is None else y_TN + bias_N
         return y_TN if residual_TN is None else y_TN + residual_TN
+
+    def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
+        """4-bit codes (held in int8) with one scale a group along K, in the layout that `matmul_int4` wants."""
+        return PackedInt4(codes_NK, scales_NG)
+
+    def matmul_int4(
+        self, x_TK: Tensor, weight: PackedInt4, bias_N: Tensor | None, residual_TN: Tensor | None
+    ) -> Tensor:
+        """x @ (code * scale)^T in fp32, plus bias, plus residual: `matmul` of the expanded weight."""
+        return self.matmul(x_TK, weight.dense(), len(weight.codes), bias_N, residual_TN)
 
     def split_rotate(
         self,

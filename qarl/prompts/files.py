@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, suggestion
 from qarl.prompts.chat import Renderer
-from qarl.prompts.rows import Columns, Row, find_answer_column, suggestion
+from qarl.prompts.rows import Columns, Row, find_answer_column
 from qarl.prompts.source import FinitePrompts, SourceConfig, SplitSource
 
 

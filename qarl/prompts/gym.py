@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, suggestion
 from qarl.prompts.chat import Renderer
-from qarl.prompts.rows import Row, suggestion
+from qarl.prompts.rows import Row
 from qarl.prompts.source import GeneratedPrompts, SourceConfig, SplitSource
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, suggestion
 
 ANSWER_COLUMNS = ("answer", "reward_model.ground_truth")
 """Where an answer is looked for when no column is named: TRL's usual name, then verl's."""
@@ -55,12 +54,6 @@ def find_answer_column(rows: Iterable[Mapping[str, Any]]) -> str | None:
         if any(_lookup(columns, name) is not None for columns in rows):
             return name
     return None
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """The end of a message, "; did you mean ...?", for the nearest known words; nothing where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _lookup(columns: Mapping[str, Any], name: str) -> Any:

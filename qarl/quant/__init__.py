@@ -10,7 +10,7 @@ from qarl.quant.qtensor import (
     quantize_activations,
     quantize_rows,
 )
-from qarl.quant.rules import Plan, QuantConfig, plan_schemes
+from qarl.quant.rules import QuantConfig, SchemePlan, plan_schemes
 from qarl.quant.scheme import SCHEMES, Quantizer, Scheme, scheme_named
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
     "INT8",
     "SCHEMES",
     "NumberFormat",
-    "Plan",
     "QTensor",
     "QuantConfig",
     "Quantizer",
     "Scheme",
+    "SchemePlan",
     "dequantize",
     "dequantize_activations",
     "dequantize_rows",

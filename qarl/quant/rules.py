@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SchemePlan:
     """Every linear module of a model, in the model's order, with its scheme."""
 
     choices: Mapping[str, Choice]
@@ -82,7 +82,7 @@ class Plan:
         return "\n".join([total, *lines])
 
 
-def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: QuantConfig) -> Plan:
+def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: QuantConfig) -> SchemePlan:
     """Give every linear module [N, K] its scheme.
 
     ConfigurationError if a rule decides nothing, if fused siblings would differ, or if a matrix does not fill
@@ -97,7 +97,7 @@ def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: Q
         choices[module] = _choose(module, shape, scheme, deciding[module], config.rules)
         choices[module].scheme.check_shape(module, shape)
     _check_siblings_agree(choices)
-    return Plan(choices)
+    return SchemePlan(choices)
 
 
 def _choose(module: str, shape: Shape, scheme: Scheme, pattern: str | None, rules: Mapping[str, str]) -> Choice:

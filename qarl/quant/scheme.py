@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, suggestion
 from qarl.quant.formats import E4M3, INT4, INT8, INT16, NumberFormat
 from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
 
@@ -93,6 +92,4 @@ def scheme_named(name: str) -> Scheme:
     """The scheme of that name; ConfigurationError with the nearest names otherwise."""
     if name in SCHEMES:
         return SCHEMES[name]
-    near = get_close_matches(name, SCHEMES, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(match) for match in near)}? " if near else ""
-    raise ConfigurationError(f"unknown scheme '{name}': {hint}known schemes are {', '.join(SCHEMES)}")
+    raise ConfigurationError(f"unknown scheme '{name}'{suggestion(name, SCHEMES)}; known: {', '.join(SCHEMES)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import math
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from qarl.errors import ConfigurationError, RunError
+from qarl.errors import ConfigurationError, RunError, suggestion
 from qarl.records import Completion, Group, Prompt
 from qarl.rewards.term import Failure, Outcome, Term, column, failure
 
@@ -109,10 +108,8 @@ def resolve(function: str) -> Callable[..., Any]:
     place, _, name = function.rpartition(":")
     known = vars(_module(place, function))
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
         raise ConfigurationError(
-            f"reward function {function}: {place} has no {name}"
-            f"{'; did you mean ' + ' or '.join(near) + '?' if near else '; check the name'}"
+            f"reward function {function}: {place} has no {name}{suggestion(name, known) or '; check the name'}"
         )
     target = known[name]
     if not callable(target):

@@ -46,28 +46,6 @@ def combine(tensor_digests: Mapping[str, str]) -> str:
     return total.hexdigest()
 
 
-def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
-    """The first tensor, by name, that is not the same in both, and how it differs; None if all are."""
-    for name in sorted(a.keys() | b.keys()):
-        if name not in b:
-            return f"{name} (only in the first)"
-        if name not in a:
-            return f"{name} (only in the second)"
-        difference = _difference(a[name], b[name])
-        if difference is not None:
-            return f"{name} ({difference})"
-    return None
-
-
-def _difference(a: Tensor, b: Tensor) -> str | None:
-    if a.dtype != b.dtype:
-        return f"{a.dtype} in the first, {b.dtype} in the second"
-    if a.shape != b.shape:
-        return f"shape {list(a.shape)} in the first, {list(b.shape)} in the second"
-    differing = int((_bytes(a) != _bytes(b)).sum())
-    return f"{differing} of {_bytes(a).numel()} bytes differ" if differing else None
-
-
 def _digest(name: str, tensor: Tensor) -> str:
     total = hashlib.sha256(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
     for words in _blocks(_bytes(tensor).numpy()):

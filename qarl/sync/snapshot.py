@@ -24,7 +24,7 @@ def take_snapshot(decoder: Decoder, schemes: Mapping[str, Scheme], version: int)
     """Quantize the decoder's master weights; `schemes` names the quantized modules, the rest stay full precision.
 
     Embeddings, norms and biases are copied. A matrix served in full precision is the master itself, valid until
-    the learner's next update; the copy that is served is its operand.
+    the learner's next update; the copy that is served is its operand. RunError for a NaN or an infinity.
     """
     tensors: dict[str, Tensor] = {}
     operands: dict[str, Operand] = {}
@@ -42,6 +42,7 @@ def take_snapshot(decoder: Decoder, schemes: Mapping[str, Scheme], version: int)
         for name, parameter in decoder.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight")):
                 tensors[name] = parameter.detach().clone()
+    _refuse_non_finite(tensors)
     names = {module: scheme.name for module, scheme in schemes.items()}
     return Snapshot(version, tensors, names, checksum(tensors), operands)
 
@@ -100,6 +101,14 @@ def _publish(
         tensors[f"{name}.weight"] = codes
         tensors[f"{name}.weight_scale"] = part.scale
     return operand
+
+
+def _refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
+    """What is quantized was checked by its quantizer; this is for the rest, before it is served or saved."""
+    for name, tensor in tensors.items():
+        # One NaN or infinity makes the sum non-finite, without a mask as large as the tensor.
+        if tensor.dtype == torch.float32 and not bool(tensor.sum().isfinite()):
+            raise RunError(f"{name}: non-finite values; the update before was too large (learner.lr, max_grad_norm)")
 
 
 def _receive(projection: Projection, snapshot: Snapshot) -> Operand:

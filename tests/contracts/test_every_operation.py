@@ -58,6 +58,9 @@ def codes(*shape: int, seed: int = 0) -> Tensor:
 
 
 X, GATE_UP, LOGITS = normal(ROWS, WIDTH), normal(ROWS, 2 * WIDTH) * 3, normal(ROWS, OUT) * 3
+X4 = normal(ROWS, 128, seed=6)
+WEIGHT_NIBBLES = (normal(OUT, 128, seed=7) * 3).round().clamp(-7, 7).to(torch.int8)
+GROUP_SCALES = normal(OUT, 4, seed=8).abs() * 1e-2
 GAIN, BIAS, RESIDUAL = normal(WIDTH, seed=1), normal(OUT, seed=2), normal(ROWS, OUT, seed=3)
 ROW_SCALES, COLUMN_SCALES = normal(ROWS, seed=4).abs() * 1e-2, normal(OUT, seed=5).abs() * 1e-2
 CODES, WEIGHT_CODES, WEIGHT = codes(ROWS, WIDTH), codes(OUT, WIDTH, seed=1), normal(OUT, WIDTH, seed=6)
@@ -118,7 +121,10 @@ ROWWISE: dict[str, Operation] = {
     "dequantize": lambda k, rows: (
         k.dequantize(ACCUMULATOR[rows], ROW_SCALES[rows], COLUMN_SCALES, BIAS, RESIDUAL[rows]),
     ),
-    "matmul": lambda k, rows: (k.matmul(X[rows], k.pack(WEIGHT), OUT, None, None, BIAS, RESIDUAL[rows]),),
+    "matmul": lambda k, rows: (k.matmul(X[rows], k.pack(WEIGHT), OUT, BIAS, RESIDUAL[rows]),),
+    "matmul_int4": lambda k, rows: (
+        k.matmul_int4(X4[rows], k.pack_int4(WEIGHT_NIBBLES, GROUP_SCALES), BIAS, RESIDUAL[rows]),
+    ),
     "split_rotate": split_rotate,
     "attention": lambda k, rows: k.attention(QUERIES[rows], KEYS, VALUES, prefix_and_two_suffixes(rows), 0.3),
     "token_logprobs": token_logprobs,
@@ -128,6 +134,7 @@ ROWWISE: dict[str, Operation] = {
 NO_ROWS = {
     "pack": "lays out a weight",
     "pack_codes": "lays out a weight",
+    "pack_int4": "lays out a weight",
     "unpack": "lays out a weight",
     "attention_backward": "sums over queries; the engine has no gradient",
 }
@@ -251,6 +258,7 @@ SERVED_BY = {
     "rms_norm": "none",
     "gated": "none",
     "matmul": "none",
+    "matmul_int4": "w4a16",
     "split_rotate": "none",
     "attention": "none",
     "sample": "none",

@@ -19,6 +19,8 @@ from qarl.metrics import values
 from qarl.models.config import ModelConfig, rope_tables
 from qarl.objectives import Grpo, Reinforce
 from qarl.objectives.policy_loss import KlPenalty
+from qarl.ops.kernels import using
+from qarl.ops.reference import ReferenceKernels
 from qarl.optim import Linear, Muon
 from qarl.records import Completion, Group, LossInputs, Snapshot
 from qarl.roles import LossReport, Objective
@@ -295,6 +297,37 @@ def test_the_second_update_of_a_batch_multiplies_what_the_first_one_left(small):
     once.update(groups[:2], advantages[:2])
     micro = pack(shares_of(groups[2:], advantages[2:]))
     assert torch.equal(spy.inputs[1].new_BT, micro.frame(once.logprobs(micro)[0]))
+
+
+def test_where_kernels_are_not_exact_old_logprobs_are_the_learners(small):
+    """Were they the engine's, the ratio would hold the mismatch, and clip bands would cut tokens that never moved."""
+    spy = Spy(Grpo())
+    with using(ReferenceKernels()):
+        learner = small.learner("none", spy)
+        groups = [
+            dataclasses.replace(
+                group,
+                completions=tuple(
+                    dataclasses.replace(one, engine_logprobs=one.engine_logprobs - 0.25) for one in group.completions
+                ),
+            )
+            for group in small.rollout(learner, *LENGTHS)
+        ]
+        found = values(learner.update(groups, small.advantages(groups)))
+    [inputs] = spy.inputs
+    assert torch.equal(inputs.old_BT, inputs.new_BT)
+    assert found["objective/ratio_max"] == 1.0
+    assert found["mismatch/mean_abs"] == pytest.approx(0.25, abs=1e-3)
+
+
+def test_the_loss_of_several_updates_is_reported_as_their_mean(small):
+    # Both halves of the batch are the same, and at this rate the first update leaves the second what it was.
+    twice, once = small.learner("none", lr=1e-9, updates_per_batch=2), small.learner("none", lr=1e-9)
+    groups = small.rollout(twice, 3) * 2
+    advantages = [torch.tensor([1.0, 2.0, 3.0])] * 2
+    found, expected = (values(one.update(groups, advantages)) for one in (twice, once))
+    assert expected["objective/loss"] != 0.0
+    assert found["objective/loss"] == pytest.approx(expected["objective/loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("updates", [1, 2])

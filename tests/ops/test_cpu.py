@@ -155,14 +155,27 @@ def test_matmul_is_near_float64(cpu: CpuKernels, n, k):
     exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     packed = cpu.pack(weight)
     assert torch.equal(cpu.unpack(packed, n), weight)
-    assert within(cpu.matmul(x, packed, n, None, None, None, None), exact, size * k * EPS)
+    assert within(cpu.matmul(x, packed, n, None, None), exact, size * k * EPS)
 
 
-def test_matmul_applies_scales_then_bias_then_residual(cpu: CpuKernels):
-    x, weight = torch.randn(5, 40), torch.randn(50, 40)
-    rows, columns, bias, residual = torch.rand(5), torch.rand(50), torch.randn(50), torch.randn(5, 50)
-    exact = (x.double() @ weight.double().t()) * rows[:, None] * columns + bias + residual
-    assert within(cpu.matmul(x, cpu.pack(weight), 50, rows, columns, bias, residual), exact, 1e-5)
+@pytest.mark.parametrize("rows", [1, 13, 300])
+def test_matmul_adds_bias_then_residual(cpu: CpuKernels, rows):
+    x, weight, bias, residual = torch.randn(rows, 40), torch.randn(50, 40), torch.randn(50), torch.randn(rows, 50)
+    exact = x.double() @ weight.double().t() + bias + residual
+    assert within(cpu.matmul(x, cpu.pack(weight), 50, bias, residual), exact, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 11, 12, 300])
+@pytest.mark.parametrize(("n", "k", "group"), [(33, 64, 32), (50, 192, 64), (32, 256, 128), (7, 128, 128)])
+def test_the_4_bit_product_has_the_bits_of_the_expanded_weight(cpu: CpuKernels, rows, n, k, group):
+    codes = torch.randint(-7, 8, (n, k), dtype=torch.int8)
+    scales, x = torch.rand(n, k // group), torch.randn(rows, k)
+    bias, residual = torch.randn(n), torch.randn(rows, n)
+    packed = cpu.pack_int4(codes, scales)
+    weight = (codes.float().view(n, -1, group) * scales[..., None]).view(n, k)
+    assert torch.equal(packed.dense(), weight)
+    expected = cpu.matmul(x, cpu.pack(weight), n, bias, residual)
+    assert torch.equal(cpu.matmul_int4(x, packed, bias, residual), expected)
 
 
 def integer_product(cpu: CpuKernels, codes: Tensor, weight: Tensor) -> Tensor:
@@ -467,7 +480,7 @@ def test_what_a_kernel_would_misread_is_refused(cpu: CpuKernels):
     with pytest.raises(AssertionError, match="int64"):
         cpu.token_logprobs(x, torch.zeros(4, dtype=torch.int32), 1.0)
     with pytest.raises(AssertionError, match="disagree on K"):
-        cpu.matmul(x, cpu.pack(torch.randn(3, 15)), 3, None, None, None, None)
+        cpu.matmul(x, cpu.pack(torch.randn(3, 15)), 3, None, None)
 
 
 def test_threads_are_torchs(cpu: CpuKernels):

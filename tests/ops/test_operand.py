@@ -10,9 +10,11 @@ import torch
 from qarl.errors import RunError
 from qarl.ops.operand import (
     FloatOperand,
+    Int4Operand,
     IntegerOperand,
     Rows,
     is_integer,
+    is_weight_only_int4,
     operand_of,
     quantize_weight,
     stack_biases,
@@ -61,7 +63,8 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
     parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
     bias = torch.randn(40)
     operand = operand_of(parts, [None, bias])
-    assert isinstance(operand, IntegerOperand if is_integer(scheme) else FloatOperand)
+    kind = IntegerOperand if is_integer(scheme) else Int4Operand if is_weight_only_int4(scheme) else FloatOperand
+    assert isinstance(operand, kind)
 
     dense = torch.cat([dequantize(part) if scheme.quantized else part for part in parts])
     assert torch.equal(operand.dense(), dense)

@@ -73,11 +73,19 @@ def test_an_integer_product_by_hand(dtype):
     assert REFERENCE.integer_matmul(codes, rows, weight, columns, None, None).tolist() == [[8.0, -5.0], [68.0, 20.0]]
 
 
-def test_a_float_product_with_scales_bias_and_residual_by_hand():
+def test_a_float_product_with_bias_and_residual_by_hand():
     x, packed = torch.tensor([[1.0, -2.0]]), REFERENCE.pack(torch.tensor([[10.0, 1.0], [0.0, 5.0]]))
-    assert REFERENCE.matmul(x, packed, 2, None, None, None, None).tolist() == [[8.0, -10.0]]
-    rows, columns, bias, residual = (torch.tensor(v) for v in ([0.5], [2.0, 1.0], [100.0, 200.0], [[0.25, 0.0]]))
-    assert REFERENCE.matmul(x, packed, 2, rows, columns, bias, residual).tolist() == [[108.25, 195.0]]
+    assert REFERENCE.matmul(x, packed, 2, None, None).tolist() == [[8.0, -10.0]]
+    bias, residual = torch.tensor([100.0, 200.0]), torch.tensor([[0.25, 0.0]])
+    assert REFERENCE.matmul(x, packed, 2, bias, residual).tolist() == [[108.25, 190.0]]
+
+
+def test_a_4_bit_product_by_hand():
+    codes, scales = torch.tensor([[1, -2, 3, 0]], dtype=torch.int8), torch.tensor([[0.5, 2.0]])
+    weight = REFERENCE.pack_int4(codes, scales)
+    assert weight.dense().tolist() == [[0.5, -1.0, 6.0, 0.0]]
+    y = REFERENCE.matmul_int4(torch.tensor([[2.0, 1.0, 1.0, 9.0]]), weight, torch.tensor([10.0]), torch.tensor([[0.5]]))
+    assert y.tolist() == [[16.5]]
 
 
 def test_rotation_turns_element_i_against_its_partner_half_a_head_away():

@@ -120,7 +120,7 @@ def test_bad_row_is_found_when_the_source_is_built(tmp_path, make_tokenizer, con
 
 def test_missing_file_is_refused_with_a_near_name(tmp_path):
     write(tmp_path / "train.jsonl", "")
-    with pytest.raises(ConfigurationError, match=r"trian.jsonl: there is no such file.*did you mean train.jsonl"):
+    with pytest.raises(ConfigurationError, match=r"trian.jsonl: there is no such file.*did you mean 'train.jsonl"):
         FileRows(tmp_path / "trian.jsonl", "prompt", None)
 
 

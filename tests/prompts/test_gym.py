@@ -38,9 +38,9 @@ def test_questions_are_a_function_of_the_seed(gym):
         (
             "basic_aritmetic",
             {},
-            "prompts.task: reasoning_gym has no task 'basic_aritmetic' .*did you mean basic_arithmetic",
+            "prompts.task: reasoning_gym has no task 'basic_aritmetic' .*did you mean 'basic_arithmetic",
         ),
-        ("basic_arithmetic", {"max_digit": 2}, "no setting 'max_digit'; it has .*did you mean max_digits"),
+        ("basic_arithmetic", {"max_digit": 2}, "no setting 'max_digit'; it has .*did you mean 'max_digits"),
         ("basic_arithmetic", {"seed": 2}, "no setting 'seed'"),
         ("basic_arithmetic", {"min_digits": 9, "max_digits": 2}, "basic_arithmetic refuses .*correct the settings"),
         ("basic_arithmetic", {"min_digits": "x"}, "basic_arithmetic refuses"),

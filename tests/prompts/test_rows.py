@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from qarl.errors import ConfigurationError
-from qarl.prompts.rows import Columns, find_answer_column, suggestion
+from qarl.prompts.rows import Columns, find_answer_column
 
 
 def test_trl_row_keeps_every_column():
@@ -44,7 +44,7 @@ def test_answer_is_found_under_trls_and_verls_name_only(rows, found):
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"promt": "x"}, r"f, line 3: column `prompt` is missing; the row has promt\..*did you mean promt"),
+        ({"promt": "x"}, r"f, line 3: column `prompt` is missing; the row has promt\..*did you mean 'promt"),
         ({"prompt": ""}, "column `prompt` is empty"),
         ({"prompt": None}, "column `prompt` is empty"),
         ({"prompt": 7}, "column `prompt` is of type int"),
@@ -59,8 +59,3 @@ def test_answer_is_found_under_trls_and_verls_name_only(rows, found):
 def test_bad_row_is_refused_with_its_place_and_column(columns, problem):
     with pytest.raises(ConfigurationError, match=problem):
         Columns("prompt", "answer").row("f/3", columns, "f, line 3")
-
-
-def test_suggestion_is_empty_when_nothing_is_near():
-    assert suggestion("xyz", ["prompt"]) == ""
-    assert suggestion("promt", ["prompt", "answer"]) == "; did you mean prompt?"

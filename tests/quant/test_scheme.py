@@ -23,7 +23,7 @@ def test_the_named_schemes_are_what_their_names_promise(name: str, weight, activ
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown scheme 'w8a8': did you mean .*'w8a8-int8'"):
+    with pytest.raises(ConfigurationError, match=r"unknown scheme 'w8a8'; did you mean .*'w8a8-int8'"):
         scheme_named("w8a8")
     with pytest.raises(ConfigurationError, match=r"unknown scheme 'zzz': known schemes are none, w8a8-int8"):
         scheme_named("zzz")

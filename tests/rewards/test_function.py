@@ -126,7 +126,7 @@ def test_infinite_numbers_are_refused(value):
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        ("{module}:lenghts", r"rules.py has no lenghts; did you mean lengths\?"),
+        ("{module}:lenghts", r"rules.py has no lenghts; did you mean 'lengths'\?"),
         ("{module}:NUMBER", "is a int, not a function"),
         ("no_such_module:f", r"importing no_such_module failed \(ModuleNotFoundError: .*PYTHONPATH"),
         ("missing/rules.py:f", "missing/rules.py does not exist"),

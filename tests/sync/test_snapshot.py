@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -31,6 +32,16 @@ def test_a_snapshot_has_hugging_face_names_and_a_checksum_of_all(small):
     assert len(snapshot.schemes) == 7 * small.config.num_layers
     assert snapshot.version == 4
     assert snapshot.checksum == checksum(snapshot.tensors)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", f"{DOWN}.weight", "model.norm.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_full_precision_weights_that_are_not_finite_are_not_published(small, name: str, value: float):
+    decoder = small.decoder()
+    with torch.no_grad():
+        dict(decoder.named_parameters())[name].view(-1)[5] = value
+    with pytest.raises(RunError, match=f"{name}: non-finite"):
+        take_snapshot(decoder, {}, 1)
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.quantized])

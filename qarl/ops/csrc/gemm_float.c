@@ -22,11 +22,15 @@ void qarl_pack_panels(const float *weight, int64_t n, int64_t k, float *packed) 
     }
 }
 
-// One tile: `m` rows (a compile-time constant) times one panel, each output summed over k in order.
+// One tile: `m` rows (a compile-time constant) times `k` rows of one panel, each output summed over k in order, on top
+// of what `tile` [m][32] holds.
 #define DEFINE_TILE(m)                                                                                     \
     static void tile_##m(const float *x, int64_t stride, const float *panel, int64_t k, float *tile) {     \
         vf low[m], high[m];                                                                                \
-        for (int r = 0; r < m; r++) low[r] = high[r] = splat(0);                                           \
+        for (int r = 0; r < m; r++) {                                                                      \
+            low[r] = load(tile + r * PANEL);                                                               \
+            high[r] = load(tile + r * PANEL + LANES);                                                      \
+        }                                                                                                  \
         for (int64_t i = 0; i < k; i++) {                                                                  \
             vf b0 = load(panel + i * PANEL), b1 = load(panel + i * PANEL + LANES);                         \
             _Pragma("GCC unroll 12") for (int r = 0; r < m; r++) {                                         \
@@ -63,29 +67,98 @@ static const tile_function TILES[] = {
 #endif
 };
 
-// y[rows, n] = x[rows, k] @ weight[n, k]^T (* row scale * column scale) (+ bias) (+ residual).
-void qarl_matmul(const float *x, const float *packed, const float *row_scales, const float *column_scales,
-                 const float *bias, const float *residual, int64_t rows, int64_t n, int64_t k, float *y) {
+// Add `rows` rows of x, times `k` rows of a panel to their sums [rows][32].
+static void accumulate(const float *x, int64_t stride, const float *panel, int64_t rows, int64_t k, float *sums) {
+    for (int64_t t = 0; t < rows; t += ROW_TILE) {
+        int64_t m = rows - t < ROW_TILE ? rows - t : ROW_TILE;
+        TILES[m](x + t * stride, stride, panel, k, sums + t * PANEL);
+    }
+}
+
+// y = sums (+ bias) (+ residual) for `rows` rows of one panel's columns, which start at `first`.
+static void finish(const float *sums, const float *bias, const float *residual, int64_t rows, int64_t n, int64_t first,
+                   float *y) {
+    int64_t columns = n - first < PANEL ? n - first : PANEL;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            float value = sums[r * PANEL + c];
+            if (bias) value = value + bias[first + c];
+            if (residual) value = value + residual[r * n + first + c];
+            y[r * n + first + c] = value;
+        }
+}
+
+#define ROW_BLOCK 240  // rows whose sums are kept at a time
+
+// y[rows, n] = x[rows, k] @ weight[n, k]^T (+ bias) (+ residual).
+void qarl_matmul(const float *x, const float *packed, const float *bias, const float *residual, int64_t rows, int64_t n,
+                 int64_t k, float *y) {
     int64_t panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(dynamic, 4)
     for (int64_t p = 0; p < panels; p++) {
-        const float *panel = packed + p * k * PANEL;
-        int64_t first = p * PANEL, columns = n - first < PANEL ? n - first : PANEL;
-        float tile[ROW_TILE * PANEL];
-        for (int64_t t = 0; t < rows; t += ROW_TILE) {
-            int64_t m = rows - t < ROW_TILE ? rows - t : ROW_TILE;
-            TILES[m](x + t * k, k, panel, k, tile);
-            for (int64_t r = 0; r < m; r++) {
-                float *out = y + (t + r) * n + first;
-                const float *rest = residual ? residual + (t + r) * n + first : NULL;
-                for (int64_t c = 0; c < columns; c++) {
-                    float value = tile[r * PANEL + c];
-                    if (row_scales) value = value * (row_scales[t + r] * column_scales[first + c]);
-                    if (bias) value = value + bias[first + c];
-                    if (rest) value = value + rest[c];
-                    out[c] = value;
-                }
+        float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+        for (int64_t t = 0; t < rows; t += ROW_BLOCK) {
+            int64_t count = rows - t < ROW_BLOCK ? rows - t : ROW_BLOCK;
+            memset(sums, 0, count * PANEL * sizeof(float));
+            accumulate(x + t * k, k, packed + p * k * PANEL, count, k, sums);
+            finish(sums, bias, residual ? residual + t * n : NULL, count, n, p * PANEL, y + t * n);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- 4-bit weights
+
+// Codes [n, k] in [-7, 7] and scales [n, k / group] to panels of nibbles [panels][k][16 bytes], byte c holding columns
+// c (low) and c + 16 (high) as code + 8, and scales [panels][k / group][32].
+void qarl_pack_int4(const int8_t *codes, const float *scales, int64_t n, int64_t k, int64_t group, uint8_t *nibbles,
+                    float *panel_scales) {
+    int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t c = 0; c < PANEL; c++) {
+            int64_t row = p * PANEL + c;
+            int shift = c < LANES ? 0 : 4;
+            for (int64_t i = 0; i < k; i++) {
+                uint8_t *byte = nibbles + (p * k + i) * LANES + c % LANES;
+                uint8_t code = (uint8_t)((row < n ? codes[row * k + i] : 0) + 8);
+                *byte = (uint8_t)((shift ? *byte : 0) | code << shift);
             }
+            for (int64_t g = 0; g < groups; g++)
+                panel_scales[(p * groups + g) * PANEL + c] = row < n ? scales[row * groups + g] : 1.0f;
+        }
+}
+
+// The fp32 weights of one group of one panel: code * scale, as `dequantize` has them.
+static void expand(const uint8_t *nibbles, const float *scales, int64_t group, float *panel) {
+    typedef uint8_t vu __attribute__((vector_size(16), aligned(1)));
+    vf low_scales = load(scales), high_scales = load(scales + LANES);
+    for (int64_t i = 0; i < group; i++) {
+        vu both = *(const vu *)(nibbles + i * LANES);
+        vf low = __builtin_convertvector(__builtin_convertvector(both & 15, vi) - 8, vf);
+        vf high = __builtin_convertvector(__builtin_convertvector(both >> 4, vi) - 8, vf);
+        store(panel + i * PANEL, low * low_scales);
+        store(panel + i * PANEL + LANES, high * high_scales);
+    }
+}
+
+#define LARGEST_GROUP 128
+
+// As `qarl_matmul`, for packed 4-bit weights; groups are expanded one at a time and used by a block of rows.
+void qarl_matmul_int4(const float *x, const uint8_t *nibbles, const float *scales, const float *bias,
+                      const float *residual, int64_t rows, int64_t n, int64_t k, int64_t group, float *y) {
+    int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
+#pragma omp parallel for schedule(dynamic, 4)
+    for (int64_t p = 0; p < panels; p++) {
+        float sums[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+        float panel[LARGEST_GROUP * PANEL] __attribute__((aligned(64)));
+        for (int64_t t = 0; t < rows; t += ROW_BLOCK) {
+            int64_t count = rows - t < ROW_BLOCK ? rows - t : ROW_BLOCK;
+            memset(sums, 0, count * PANEL * sizeof(float));
+            for (int64_t g = 0; g < groups; g++) {
+                expand(nibbles + (p * k + g * group) * LANES, scales + (p * groups + g) * PANEL, group, panel);
+                accumulate(x + t * k + g * group, k, panel, count, group, sums);
+            }
+            finish(sums, bias, residual ? residual + t * n : NULL, count, n, p * PANEL, y + t * n);
         }
     }
 }
