@@ -16,5 +16,5 @@ class RunError(RuntimeError):
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a message, "; did you mean 'lr'?", for the nearest known words; nothing where none is near."""
-    near = get_close_matches(word, list(known), n=3, cutoff=0.5)
+    near = get_close_matches(word, list(known))
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

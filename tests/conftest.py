@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 # Before any tokenizer or hub library is imported: tests read nothing from a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,6 +56,7 @@ class Small:
     config: ModelConfig
     sampleable: int = 83
     sampling: Sampling = SAMPLING
+    kv: Literal["fp32", "int8"] = "fp32"
 
     def weights(self, seed: int = 0) -> dict[str, Tensor]:
         """Spread out enough for attention and sampling to have preferences; gains and biases are not trivial."""
@@ -64,7 +65,7 @@ class Small:
         return {name: 3 * w if w.dim() == 2 else w + 0.1 * torch.randn_like(w) for name, w in weights.items()}
 
     def decoder(self, seed: int = 0) -> Decoder:
-        decoder = Decoder(self.config, self.sampleable)
+        decoder = Decoder(self.config, self.sampleable, rounds_kv=self.kv == "int8")
         decoder.assign(self.weights(seed), requires_grad=True)
         return decoder
 
@@ -93,7 +94,8 @@ class Small:
 
     def engine(self, snapshot: Snapshot | None = None, progress: Any = None, **config: Any) -> NativeEngine:
         """Serves the snapshot; without one, nothing yet."""
-        engine = NativeEngine(NativeEngineConfig(**config), self.config, self.sampleable, str, progress)
+        settings = NativeEngineConfig(**{"kv_cache": self.kv, **config})
+        engine = NativeEngine(settings, self.config, self.sampleable, str, progress)
         if snapshot is not None:
             engine.load(snapshot)
         return engine

@@ -66,7 +66,7 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_verifier() -> None:
 
 
 def test_a_model_needs_questions_and_they_must_exist() -> None:
-    with pytest.raises(ConfigurationError, match="no run folder .* --prompts is required"):
+    with pytest.raises(ConfigurationError, match=r"no run folder .* --prompts is required"):
         assessment_recipe("tiny", None, 1, None, 1.0, [])
     with pytest.raises(ConfigurationError, match="did you mean 'arithmetic'"):
         questions_table("arithmetc")

@@ -72,7 +72,7 @@ ROUNDING = {"round", "round_", "rint", "bankers_round"}
 LONGEST_FUNCTION = 80
 
 NOTHING_RUNS_IN = {"roles.py"}
-"""Two exception classes without a body, and protocols: there is nothing in them that a test could call."""
+"""Protocols: there is nothing in them that a test could call."""
 
 COMES_WITH = {"pydantic-core": "pydantic"}
 """One package for its user, whatever it is called on the index: pydantic pins the exact version of its core."""

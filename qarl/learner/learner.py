@@ -246,7 +246,7 @@ def score(
 def frozen_copy(decoder: Decoder, snapshot: Snapshot) -> Decoder:
     """A decoder that goes on serving this snapshot: the reference policy of a KL penalty."""
     with torch.device("meta"):
-        reference = Decoder(decoder.config, decoder.vocab_size)
+        reference = Decoder(decoder.config, decoder.vocab_size, decoder.rounds_kv)
     reference.assign(unquantized(snapshot), requires_grad=False)
     reference.serve(operands_of(decoder, snapshot))
     return reference

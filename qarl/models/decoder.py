@@ -99,6 +99,8 @@ class Layer(nn.Module):
         """One layer of T tokens; keys and values are this forward's own, or those of an engine's store."""
         attn = self.self_attn
         qkv = attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
+        keys: KVStore
+        values: KVStore
         if store is None:
             q, keys, values = split_rotate(qkv, positions_T, rotation, attn.gains())
         else:

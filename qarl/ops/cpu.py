@@ -97,7 +97,7 @@ class CpuKernels(ReferenceKernels):
         return codes, scales
 
     def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Panels of 16 columns by groups of 4 along K (`csrc/gemm_integer.c`), where this CPU has integer dot products or tiles."""
+        """Panels of 16 columns by groups of 4 along K, where this CPU has integer dot products or tiles."""
         if self.integer_level == 0:
             return PackedCodes(codes_NK)
         n, k = codes_NK.shape

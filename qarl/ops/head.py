@@ -79,18 +79,17 @@ class _TokenLogprobs(torch.autograd.Function):
         if not call.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         ctx.call = call
-        ctx.master_shape = weight.shape
-        ctx.save_for_backward(hidden, targets, gain, shifts, sums, entropy)
+        ctx.save_for_backward(hidden, targets, gain, weight, shifts, sums, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        hidden, targets, gain, shifts, sums, entropy = ctx.saved_tensors
+        hidden, targets, gain, weight, shifts, sums, entropy = ctx.saved_tensors
         norm = Norm(gain, call.eps)
-        dense_VD = call.operand.dense()
-        grad_weight, grad_normed = hidden.new_zeros(ctx.master_shape), torch.empty_like(hidden)
+        dense_VD = call.operand.dense(weight)
+        grad_weight, grad_normed = torch.zeros_like(weight), torch.empty_like(hidden)
         for first in range(0, len(hidden), call.chunk):
             at = slice(first, first + call.chunk)
             rows = prepare_rows(call.operand, "norm", hidden[at], norm)

@@ -64,7 +64,9 @@ def build() -> Build:
 def library_path(compiler: str) -> Path:
     """Where the cache keeps what this compiler makes of the sources, with these flags, on this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([*(source.read_text() for source in (*HEADERS, *SOURCES)), *FLAGS, compiler, version, cpu_identity()])
+    key = "\n".join(
+        [*(source.read_text() for source in (*HEADERS, *SOURCES)), *FLAGS, compiler, version, cpu_identity()]
+    )
     return cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 

@@ -53,8 +53,8 @@ class IntegerOperand:
         assert scales_T is not None
         return kernels().integer_matmul(codes_TK, scales_T, self.weight, self.scales, self.bias, residual_TN)
 
-    def dense(self) -> Tensor:
-        """The weight that the codes stand for, fp32 [N, K]."""
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
         return self.codes.float() * self.scales[:, None]
 
     def rows_as_float(self, rows: Rows) -> Tensor:
@@ -77,8 +77,8 @@ class Int4Operand:
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         return kernels().matmul_int4(rows[0], self.weight, self.bias, residual_TN)
 
-    def dense(self) -> Tensor:
-        """The weight that the codes stand for, fp32 [N, K]."""
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
         return self.weight.dense()
 
     def rows_as_float(self, rows: Rows) -> Tensor:
@@ -90,13 +90,14 @@ class FloatOperand:
     """fp32 GEMM in a fixed order on packed weights: full precision, and the reference of fp8.
 
     For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
-    values their codes stand for.
+    values their codes stand for. `is_master`: the weight is an unquantized master.
     """
 
     packed: Tensor
     shape: tuple[int, int]
     bias: Tensor | None
     activation: Quantizer | None = None
+    is_master: bool = False
 
     quantizes_rows = False
     rows_grid = None
@@ -105,7 +106,10 @@ class FloatOperand:
         x_TK = self.rows_as_float(rows)
         return kernels().matmul(x_TK, self.packed, self.shape[0], self.bias, residual_TN)
 
-    def dense(self) -> Tensor:
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight as multiplied; in full precision that is `master`, where the caller has it, without a copy."""
+        if master is not None and self.is_master:
+            return master.detach()[: self.shape[0]]
         return kernels().unpack(self.packed, self.shape[0])
 
     def rows_as_float(self, rows: Rows) -> Tensor:
@@ -140,7 +144,7 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     first = parts[0]
     if isinstance(first, Tensor):
         weight = stack([p for p in parts if isinstance(p, Tensor)])
-        return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias)
+        return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, is_master=True)
     quantized = [p for p in parts if isinstance(p, QTensor)]
     assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
     if is_integer(first.scheme):
@@ -148,7 +152,8 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
         packed = kernels().pack_codes(stack([p.codes for p in quantized]))
         return IntegerOperand(packed, stack([p.scale[:, 0] for p in quantized]), bias, activation_grid(first.scheme))
     if is_weight_only_int4(first.scheme):
-        return Int4Operand(kernels().pack_int4(stack([p.codes for p in quantized]), stack([p.scale for p in quantized])), bias)
+        codes, scales = stack([p.codes for p in quantized]), stack([p.scale for p in quantized])
+        return Int4Operand(kernels().pack_int4(codes, scales), bias)
     weight = stack([dequantize(p) for p in quantized])
     return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)
 

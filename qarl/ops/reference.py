@@ -59,7 +59,8 @@ class PackedInt4:
     def dense(self) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]."""
         groups_NGE = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
-        return (groups_NGE * self.scales[..., None]).flatten(1)
+        weight: Tensor = (groups_NGE * self.scales[..., None]).flatten(1)
+        return weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)

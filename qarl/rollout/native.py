@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class _Load:
+class _Occupancy:
     """How busy the engine was: seconds, and the same weighted by the share of places in use."""
 
     places: int
@@ -63,7 +63,7 @@ class NativeEngine:
         self.decode = decode
         self.progress = progress
         self.cache: KVCache | None = None
-        self._load_of_last = _Load(1)
+        self._last_occupancy = _Occupancy(1)
 
     def load(self, snapshot: Snapshot) -> None:
         """Serve this version; RunError when its tensors are not those that were published."""
@@ -75,8 +75,8 @@ class NativeEngine:
 
     def metrics(self) -> Metrics:
         """`perf/bubble`: the share of the last rollout's slot time that stood idle (papers: SortedRL)."""
-        load = self._load_of_last
-        return {"perf/bubble": Last(1.0 - load.busy_seconds / load.seconds if load.seconds else 0.0)}
+        last = self._last_occupancy
+        return {"perf/bubble": Last(1.0 - last.busy_seconds / last.seconds if last.seconds else 0.0)}
 
     @torch.no_grad()
     def generate(
@@ -92,7 +92,7 @@ class NativeEngine:
         requests = make_requests(prompts, group_size, seed)
         run = Rollout(self, sampling, len(requests), self.cache_for(prompts, group_size, sampling))
         run.all(requests)
-        self._load_of_last = run.load
+        self._last_occupancy = run.occupancy
         return [
             Group(prompt, tuple(self._completion(r) for r in requests[g * group_size : (g + 1) * group_size]))
             for g, prompt in enumerate(prompts)
@@ -167,7 +167,7 @@ class Rollout:
         self.total = total
         self.finished = 0
         self.running: list[Request] = []
-        self.load = _Load(min(engine.config.max_concurrency, total))
+        self.occupancy = _Occupancy(min(engine.config.max_concurrency, total))
 
     def all(self, requests: Sequence[Request]) -> None:
         queue = deque(requests)
@@ -180,7 +180,7 @@ class Rollout:
                 self._decode(continuing)
             if admitted:
                 self._first_tokens(admitted)
-            self.load.add(len(self.running), time.perf_counter() - started)
+            self.occupancy.add(len(self.running), time.perf_counter() - started)
             self._retire()
 
     def _admit(self, queue: deque[Request]) -> list[Request]:

@@ -106,8 +106,8 @@ def _publish(
 def _refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
     """What is quantized was checked by its quantizer; this is for the rest, before it is served or saved."""
     for name, tensor in tensors.items():
-        # One NaN or infinity makes the sum non-finite, without a mask as large as the tensor.
-        if tensor.dtype == torch.float32 and not bool(tensor.sum().isfinite()):
+        # The extremes of a tensor show a NaN or an infinity without a mask as large as the tensor.
+        if tensor.dtype == torch.float32 and not all(bool(x.isfinite()) for x in torch.aminmax(tensor)):
             raise RunError(f"{name}: non-finite values; the update before was too large (learner.lr, max_grad_norm)")
 
 

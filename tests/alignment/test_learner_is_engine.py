@@ -41,8 +41,10 @@ def assert_aligned(learner: LocalLearner, groups: list[Group]) -> None:
                 assert torch.equal(learner.logprobs(micro)[0], scored)
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_is_exact_through_several_updates(small, scheme: str):
+def test_every_scheme_is_exact_through_several_updates(small, scheme: str, kv):
+    small = dataclasses.replace(small, kv=kv)
     learner = small.learner(scheme)
     engine = small.engine(prefill_tokens=24, max_concurrency=5)
     checksums = set()

@@ -68,6 +68,7 @@ def test_into_a_store_the_same_bits_go_to_the_rows_of_the_tokens():
     store = Store(torch.zeros(14, KV_HEADS, DIM), torch.zeros(14, KV_HEADS, DIM), slots)
     q_into, all_keys, all_values = split_rotate_into(store, qkv, POSITIONS, ROTATION, gains)
     assert torch.equal(q_into, q)
+    assert isinstance(all_keys, Tensor) and isinstance(all_values, Tensor)
     assert torch.equal(all_keys[slots], keys)
     assert torch.equal(all_values[slots], values)
     rest = [row for row in range(14) if row not in slots]

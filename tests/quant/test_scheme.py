@@ -25,7 +25,7 @@ def test_the_named_schemes_are_what_their_names_promise(name: str, weight, activ
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown scheme 'w8a8'; did you mean .*'w8a8-int8'"):
         scheme_named("w8a8")
-    with pytest.raises(ConfigurationError, match=r"unknown scheme 'zzz': known schemes are none, w8a8-int8"):
+    with pytest.raises(ConfigurationError, match=r"unknown scheme 'zzz'; known: none, w8a8-int8"):
         scheme_named("zzz")
 
 
@@ -35,7 +35,7 @@ def test_inputs_that_do_not_fill_whole_groups_are_refused_with_the_module_and_a_
         SCHEMES[name].check_shape("layers.0.q_proj", (576, 544))
     message = str(refused.value)
     assert message.startswith(f"layers.0.q_proj: in_features 544 is not a multiple of {multiple}")
-    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w4a16-g32, fp8: " in message
+    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w16a16-int16, w4a16-g32, fp8: " in message
     SCHEMES[name].check_shape("layers.0.q_proj", (576, 5 * multiple))
 
 

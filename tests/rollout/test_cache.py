@@ -3,6 +3,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qarl.ops.reference import KVCodes
 from qarl.rollout.cache import PAGE, KVCache, Region, bytes_per_token, pages_for
 
 
@@ -28,10 +29,18 @@ def test_neighbouring_pages_are_one_span_and_unwritten_pages_none():
 def test_the_bytes_are_those_of_the_stores(small):
     assert bytes_per_token(small.config) == 2 * 4 * 2 * 2 * 32  # k and v, fp32, layers, heads, head size
     cache = KVCache(small.config, num_pages=3)
-    stores = [*cache.keys, *cache.values]
+    stores = [store for store in (*cache.keys, *cache.values) if isinstance(store, torch.Tensor)]
     assert len(stores) == 2 * small.config.num_layers
     assert len({store.data_ptr() for store in stores}) == len(stores)
     assert sum(store.numel() * store.element_size() for store in stores) == 3 * PAGE * bytes_per_token(small.config)
+
+
+def test_an_int8_cache_takes_a_byte_a_number_and_a_scale_a_head(small):
+    assert bytes_per_token(small.config, "int8") == 2 * 2 * 2 * (32 + 4)
+    cache = KVCache(small.config, num_pages=3, kv="int8")
+    stores = [store for store in (*cache.keys, *cache.values) if isinstance(store, KVCodes)]
+    parts = [part for store in stores for part in (store.codes, store.scales)]
+    assert sum(part.numel() * part.element_size() for part in parts) == 3 * PAGE * bytes_per_token(small.config, "int8")
 
 
 def test_a_region_takes_its_pages_and_gives_them_back(small):
@@ -72,6 +81,7 @@ def test_rows_written_through_a_region_are_those_its_spans_read(small):
     region = cache.reserve(4 * PAGE)
     assert not set(region.pages) & set(late.pages)
     store = cache.keys[0]
+    assert isinstance(store, torch.Tensor)
     for position in range(3 * PAGE + 5):
         store[region.next_rows(1)] = float(position)
     read = torch.cat([store[first : first + length, 0, 0] for first, length in region.spans()])
