@@ -86,7 +86,7 @@ def test_a_rule_that_matches_nothing_is_refused() -> None:
 def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
     account = build(recipe_of('--quant.rules."*.o_proj"=none')).account
     assert "model tiny: llama, 2 layers" in account
-    assert "quantized 12 of 15 matrices" in account
+    assert "quantized 13 of 15 matrices" in account
     assert "optimizer adamw:\n  embedding  adamw lr 0.001" in account
     assert "  | What is " in account
 

@@ -14,7 +14,10 @@ from qarl.rewards.term import Term, column
 
 
 class ReasoningGymScore(Term):
-    """The task's own score, 0 to 1, of what stands in the completion's last answer tag; no tag scores 0."""
+    """The task's own score, 0 to 1, of what stands in the completion's last answer tag.
+
+    Without a tag, or with an answer that the task cannot parse, it is 0.
+    """
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     tag: str = Field(
@@ -38,7 +41,14 @@ class ReasoningGymScore(Term):
             answer = library.utils.extract_answer(completion.text, tag_name=self.tag)
         if answer is None:
             return 0.0
-        return float(_verifier(task, settings).score_answer(answer, entry))
+        verifier = _verifier(task, settings)
+        try:
+            return float(verifier.score_answer(answer, entry))
+        # Some verifiers parse an answer without a guard (prime_factorization: int("x")). A malformed answer is a wrong
+        # one; but where the verifier cannot read the reference answer either, the fault is not the completion's.
+        except ValueError:
+            verifier.score_answer(entry["answer"], entry)
+            return 0.0
 
 
 @lru_cache(maxsize=64)

@@ -18,10 +18,17 @@ def llama(layers: int = 2) -> list[tuple[str, tuple[int, int]]]:
     return [*modules, ("lm_head", (1000, 256))]
 
 
-def test_projections_get_the_runs_scheme_and_the_head_stays() -> None:
+@pytest.mark.parametrize(
+    ("scheme", "head"),
+    [("w8a8-int8", "w16a16-int16"), ("w4a8-int8", "w16a16-int16"), ("w4a16", "none"), ("fp8", "none"), ("none", "none")],
+)
+def test_the_head_of_integer_schemes_is_16_bit_and_of_others_full_precision(scheme: str, head: str) -> None:
+    assert plan_schemes(llama(), SCHEMES[scheme], QuantConfig()).choices["lm_head"].scheme.name == head
+
+
+def test_projections_get_the_runs_scheme() -> None:
     plan = plan_schemes(llama(), W8A8, QuantConfig())
-    assert len(plan.quantized) == 14
-    assert plan.choices["lm_head"].scheme.name == "none"
+    assert sum(scheme is W8A8 for scheme in plan.quantized.values()) == 14
     assert plan.choices["model.layers.1.mlp.down_proj"].scheme is W8A8
 
 
@@ -89,7 +96,7 @@ def test_an_unknown_scheme_in_a_rule_is_refused_when_the_recipe_is_read() -> Non
 
 
 def test_the_account_adds_up() -> None:
-    plan = plan_schemes(llama(layers=2), W8A8, QuantConfig(rules={"*.down_proj": "none"}))
+    plan = plan_schemes(llama(layers=2), W8A8, QuantConfig(rules={"*.down_proj": "none", "lm_head": "none"}))
     lines = plan.describe().splitlines()
     # A layer: q, o 65536 each; k, v 32768 each; gate, up, down 131072 each. Head: 256000.
     quantized = 2 * (2 * 65536 + 2 * 32768 + 2 * 131072)
@@ -101,4 +108,4 @@ def test_the_account_adds_up() -> None:
     )
     assert "  w8a8-int8       2 x model.layers.*.self_attn.q_proj [256, 256]: the run's scheme" in lines
     assert '  none            2 x model.layers.*.mlp.down_proj [256, 512]: rule "*.down_proj"' in lines
-    assert "  none            1 x lm_head [1000, 256]: not a decoder projection" in lines
+    assert '  none            1 x lm_head [1000, 256]: rule "lm_head"' in lines

@@ -34,6 +34,20 @@ def test_no_tag_scores_nothing_even_where_the_verifier_rewards_any_answer(make_p
     assert ReasoningGymScore().score(prompt, make_completion("x")) == 0.0
 
 
+def test_an_answer_that_the_verifier_cannot_parse_is_wrong(make_prompt, make_completion):
+    row = row_of("prime_factorization")
+    score = ReasoningGymScore(tag="").score
+    assert score(make_prompt(**row), make_completion("The factors are 2 and 3")) == 0.0
+    assert score(make_prompt(**row), make_completion(row["entry"]["answer"])) == 1.0
+
+
+def test_a_verifier_that_cannot_parse_the_reference_answer_is_an_error_of_the_row(make_prompt, make_completion):
+    row = row_of("prime_factorization")
+    row["entry"]["answer"] = "unknown"
+    with pytest.raises(ValueError, match="invalid literal"):
+        ReasoningGymScore(tag="").score(make_prompt(**row), make_completion("x"))
+
+
 def test_row_of_another_source_is_refused(make_prompt, make_completion):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     with pytest.raises(ConfigurationError, match="reward reasoning_gym: column `task` is missing"):
