@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from qarl.config import Config
@@ -28,6 +30,11 @@ class LearnerConfig(Config):
     )
     activation_checkpointing: bool = Field(
         False, description="Keep one activation per layer and recompute the rest in the backward pass."
+    )
+    gradients: Literal["auto", "fp32"] = Field(
+        "auto",
+        description="GEMMs of the backward pass. auto: integer schemes multiply their codes by the output's gradient "
+        "rounded to 16 bits (relative error about 1e-4); fp32: always in full precision.",
     )
     max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm is clipped to this.")
     max_skipped_updates: int = Field(

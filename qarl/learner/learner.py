@@ -67,6 +67,8 @@ class LocalLearner:
         self.stop_token_ids = stop_token_ids
         self.version = 0
         self.skipped_in_a_row = 0
+        for projection in decoder.projections():
+            projection.integer_gradients = config.gradients == "auto"
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
         self._reference = self._initial_policy() if objective.needs_reference else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qarl.ops.reference import KVCodes, KVStore, PackedCodes, PackedInt4, ReferenceKernels, Scores, Spans, shape_of
-from qarl.quant.formats import INT8, IntegerFormat
+from qarl.quant.formats import INT8, INT16, IntegerFormat
 
 PANEL = 32
 
@@ -130,6 +131,43 @@ class CpuKernels(ReferenceKernels):
         rest = map(address, (column_scales_N, bias_N, residual_TN))
         left = map(address, (codes_TK, row_scales_T))
         multiply(ctypes.c_int(self.integer_level), *left, *packed, *rest, *ints(rows, n, k), address(y))
+        return y
+
+    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:
+        """The weight's scales go into the gradient, which is rounded to 16 bits a token and meets the codes exactly."""
+        if self.integer_level == 0 or weight.codes.dtype != torch.int8:
+            return super().grad_rows(grad_TN, weight, scales_N)
+        codes, scales = self._wide_codes("rows", grad_TN, scales_N)
+        return self._mixed_product(codes, scales, weight.codes)
+
+    def grad_weight(self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor) -> Tensor:
+        """The activations' scales go into the gradient, which is rounded to 16 bits a column and meets the codes."""
+        if self.integer_level == 0 or codes_TK.dtype != torch.int8:
+            return super().grad_weight(grad_TN, codes_TK, row_scales_T)
+        codes, scales = self._wide_codes("columns", grad_TN, row_scales_T)
+        return self._mixed_product(codes, scales, codes_TK)
+
+    def _wide_codes(self, by: Literal["rows", "columns"], x_TN: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """16-bit codes of x times a factor a column, [T, N] by rows; or times a factor a row, [N, T] by columns."""
+        as_float(x_TN, factors)
+        rows, n = x_TN.shape
+        shape = (rows, n) if by == "rows" else (n, rows)
+        codes, scales = empty_codes(*shape, torch.int16)
+        quantize = getattr(self.library, f"qarl_quantize_scaled_{by}")
+        limit = ctypes.c_float(INT16.largest)
+        quantize(address(x_TN), address(factors), limit, *ints(rows, n), address(codes), address(scales))
+        return codes, scales
+
+    def _mixed_product(self, codes_MK: Tensor, scales_M: Tensor, right_KN: Tensor) -> Tensor:
+        """(codes * scale) @ right in fp32 [M, N], summed as integers; `right_KN` int8."""
+        (rows, k), n = codes_MK.shape, right_KN.shape[1]
+        assert k <= LONGEST_SUM and right_KN.shape[0] == k
+        packed = torch.empty(round_up(n, 64) * round_up(k, 64), dtype=torch.int8)
+        corrections = torch.empty(round_up(n, 64), dtype=torch.int32)
+        self.library.qarl_pack_int8_transposed(address(right_KN), *ints(n, k), address(packed), address(corrections))
+        y = torch.empty(rows, n)
+        inputs = map(address, (codes_MK, scales_M, packed, corrections))
+        self.library.qarl_mixed_matmul(ctypes.c_int(self.integer_level), *inputs, *ints(rows, n, k), address(y))
         return y
 
     def dequantize(

@@ -63,6 +63,15 @@ class IntegerOperand:
         assert scales_T is not None
         return codes_TK.float() * scales_T[:, None]
 
+    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
+        """Straight-through gradients of rows [T, K] and weight [N, K]; `by_integers`: on the codes themselves."""
+        codes_TK, scales_T = rows
+        assert scales_T is not None
+        if by_integers:
+            k = kernels()
+            return k.grad_rows(grad_TN, self.weight, self.scales), k.grad_weight(grad_TN, codes_TK, scales_T)
+        return float_gradients(self, grad_TN, rows)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Operand:
@@ -83,6 +92,10 @@ class Int4Operand:
 
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
+
+    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
+        """Straight-through gradients of rows [T, K] and weight [N, K], in fp32 always."""
+        return float_gradients(self, grad_TN, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +131,17 @@ class FloatOperand:
             return x_TK
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
+    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
+        """Straight-through gradients of rows [T, K] and weight [N, K], in fp32 always."""
+        return float_gradients(self, grad_TN, rows)
+
 
 Operand = IntegerOperand | Int4Operand | FloatOperand
+
+
+def float_gradients(operand: Operand, grad_TN: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """grad @ weight and grad^T @ rows, on the fp32 values that the codes stand for."""
+    return grad_TN @ operand.dense(), grad_TN.t() @ operand.rows_as_float(rows)
 
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:

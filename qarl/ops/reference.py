@@ -144,6 +144,14 @@ class ReferenceKernels:
             accumulator_TN = torch._int_mm(codes_TK, weight.codes.t())
         return self.dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
 
+    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:
+        """grad @ dequantized weight, [T, K]: the gradient of an integer product with respect to its rows."""
+        return (grad_TN * scales_N) @ weight.codes.float()
+
+    def grad_weight(self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor) -> Tensor:
+        """grad^T @ dequantized rows, [N, K]: the gradient of an integer product with respect to its weight."""
+        return (grad_TN * row_scales_T[:, None]).t() @ codes_TK.float()
+
     def dequantize(
         self,
         accumulator_TN: Tensor,

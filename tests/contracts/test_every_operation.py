@@ -137,6 +137,8 @@ NO_ROWS = {
     "pack_int4": "lays out a weight",
     "unpack": "lays out a weight",
     "attention_backward": "sums over queries; the engine has no gradient",
+    "grad_rows": "the engine has no gradient",
+    "grad_weight": "the engine has no gradient",
 }
 every_operation = pytest.mark.parametrize("name", ROWWISE)
 ALL = torch.arange(ROWS)

@@ -19,7 +19,7 @@ from qarl.metrics import values
 from qarl.models.config import ModelConfig, rope_tables
 from qarl.objectives import Grpo, Reinforce
 from qarl.objectives.policy_loss import KlPenalty
-from qarl.ops.kernels import using
+from qarl.ops.kernels import kernels, using
 from qarl.ops.reference import ReferenceKernels
 from qarl.optim import Linear, Muon
 from qarl.records import Completion, Group, LossInputs, Snapshot
@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_a_plain_float64_model(small, entropy_coef: floa
 @pytest.mark.parametrize("objective", [Reinforce(), Grpo()], ids=["token_mean", "sequence_mean"])
 def test_neither_sharing_a_prompt_nor_the_micro_batch_changes_the_gradient(small, scheme, objective):
     def of(groups: list[Group], advantages: list[Tensor], **config: int) -> dict[str, Tensor]:
-        return gradients(small.learner(scheme, objective, **UNCLIPPED, **config), groups, advantages)
+        return gradients(small.learner(scheme, objective, gradients="fp32", **UNCLIPPED, **config), groups, advantages)
 
     groups = small.rollout(small.learner(scheme), *LENGTHS, group_size=4)
     advantages = small.advantages(groups)
@@ -172,10 +172,23 @@ def test_neither_sharing_a_prompt_nor_the_micro_batch_changes_the_gradient(small
 def test_what_saves_memory_computes_the_same(small, config):
     groups = small.rollout(small.learner("w8a8-int8"), *LENGTHS)
     advantages = small.advantages(groups)
-    plain, saving = (small.learner("w8a8-int8", **UNCLIPPED, **options) for options in ({}, config))
+    fixed: dict[str, Any] = {"gradients": "fp32", **UNCLIPPED}
+    plain, saving = (small.learner("w8a8-int8", **fixed, **options) for options in ({}, config))
     micro = pack(shares_of(groups, advantages))
     assert torch.equal(plain.logprobs(micro)[0], saving.logprobs(micro)[0])
     assert_close(gradients(saving, groups, advantages), gradients(plain, groups, advantages), 1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w4a8-int8"])
+def test_integer_gradients_are_those_of_fp32_to_a_thousandth(small, scheme):
+    groups = small.rollout(small.learner(scheme), *LENGTHS)
+    advantages = small.advantages(groups)
+    exact, rounded = (
+        gradients(small.learner(scheme, gradients=kind, **UNCLIPPED), groups, advantages) for kind in ("fp32", "auto")
+    )
+    assert any(not torch.equal(rounded[name], exact[name]) for name in exact) == (kernels().name == "cpu")
+    for name, gradient in exact.items():
+        assert (rounded[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
 
 
 def test_the_gradient_is_clipped_and_its_norm_before_that_reported(small):

@@ -488,3 +488,34 @@ def test_threads_are_torchs(cpu: CpuKernels):
     for count in (2, 1):
         torch.set_num_threads(count)
         assert cpu.library.omp_get_max_threads() == count
+
+
+# ---------------------------------------------------------------------------------------------- integer gradients
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 5, 7), (13, 33, 64), (70, 100, 52)])
+def test_integer_gradients_are_near_float64(each_level: CpuKernels, rows, n, k):
+    grad = torch.randn(rows, n) * torch.randn(rows, 1).exp()
+    weight, activations = (torch.randint(-127, 128, (m, k), dtype=torch.int8) for m in (n, rows))
+    column_scales, row_scales = torch.rand(n) + 0.1, torch.rand(rows) + 0.1
+    exact_rows = (grad.double() * column_scales) @ weight.double()
+    exact_weight = (grad.double() * row_scales[:, None]).t() @ activations.double()
+    found_rows = each_level.grad_rows(grad, each_level.pack_codes(weight), column_scales)
+    found_weight = each_level.grad_weight(grad, activations, row_scales)
+    assert (found_rows - exact_rows).norm() <= 3e-4 * exact_rows.norm()
+    assert (found_weight - exact_weight).norm() <= 3e-4 * exact_weight.norm()
+
+
+def test_integer_gradients_of_16_bit_steps_are_exact(each_level: CpuKernels):
+    grad = torch.tensor([[127.0, -64.0, 1.0], [0.0, 0.0, 0.0]])  # multiples of amax / 127
+    weight = torch.tensor([[1, 2], [-3, 4], [127, -127]], dtype=torch.int8)
+    found = each_level.grad_rows(grad, each_level.pack_codes(weight), torch.ones(3))
+    torch.testing.assert_close(found, grad @ weight.float(), rtol=1e-6, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_stays_so(cpu: CpuKernels):
+    grad = torch.randn(3, 8)
+    grad[1, 2] = float("nan")
+    weight = torch.ones(8, 4, dtype=torch.int8)
+    assert cpu.grad_rows(grad, cpu.pack_codes(weight), torch.ones(8))[1].isnan().all()
+    assert cpu.grad_weight(grad, torch.ones(3, 4, dtype=torch.int8), torch.ones(3))[2].isnan().all()

@@ -62,8 +62,10 @@ def assert_same(found: Tensor, exact: Tensor) -> None:
 
 @every_scheme
 @pytest.mark.parametrize("prologue", ["plain", "norm", "gated"])
-def test_value_and_gradients_are_those_of_the_straight_through_formula(scheme, prologue):
+@pytest.mark.parametrize("integer_gradients", [False, True])
+def test_value_and_gradients_are_those_of_the_straight_through_formula(scheme, prologue, integer_gradients):
     projection = projection_of(scheme)
+    projection.integer_gradients = integer_gradients
     x = torch.randn(T, 2 * K if prologue == "gated" else K, requires_grad=True)
     gain = torch.randn(K, requires_grad=True)
     residual, grad = torch.randn(T, sum(HEIGHTS), requires_grad=True), torch.randn(T, sum(HEIGHTS))
@@ -85,7 +87,10 @@ def test_value_and_gradients_are_those_of_the_straight_through_formula(scheme, p
         wide_leaves.append(wide_gain)
     found = torch.autograd.grad(y, leaves, grad)
     for mine, theirs in zip(found, torch.autograd.grad(exact, wide_leaves, grad.double()), strict=True):
-        assert_same(mine, theirs)
+        if integer_gradients:  # the incoming gradient is rounded to steps of its row's or column's amax / 32512
+            assert (mine.double() - theirs).norm() <= 1e-3 * theirs.norm()
+        else:
+            assert_same(mine, theirs)
 
 
 @every_scheme

@@ -20,7 +20,13 @@ def llama(layers: int = 2) -> list[tuple[str, tuple[int, int]]]:
 
 @pytest.mark.parametrize(
     ("scheme", "head"),
-    [("w8a8-int8", "w16a16-int16"), ("w4a8-int8", "w16a16-int16"), ("w4a16", "none"), ("fp8", "none"), ("none", "none")],
+    [
+        ("w8a8-int8", "w16a16-int16"),
+        ("w4a8-int8", "w16a16-int16"),
+        ("w4a16", "none"),
+        ("fp8", "none"),
+        ("none", "none"),
+    ],
 )
 def test_the_head_of_integer_schemes_is_16_bit_and_of_others_full_precision(scheme: str, head: str) -> None:
     assert plan_schemes(llama(), SCHEMES[scheme], QuantConfig()).choices["lm_head"].scheme.name == head

@@ -37,7 +37,7 @@ static inline void finish_row(const epilogue *e, int64_t row, int64_t first, int
     float row_scale = e->row_scales[row], *out = e->y + row * e->n + first;
     const float *rest = e->residual ? e->residual + row * e->n + first : NULL;
     for (int64_t j = 0; j < columns; j++) {
-        float value = sums[j] * (row_scale * e->column_scales[first + j]);
+        float value = sums[j] * (e->column_scales ? row_scale * e->column_scales[first + j] : row_scale);
         if (e->bias) value = value + e->bias[first + j];
         if (rest) value = value + rest[j];
         out[j] = value;
@@ -55,6 +55,13 @@ static inline void finish_int16(const epilogue *e, int64_t row, int64_t first, i
     float values[BLOCK_PANELS * COLUMNS];
     for (int64_t j = 0; j < columns; j++)
         values[j] = (float)((int64_t)high[j] * 65536 + (int64_t)middle[j] * 256 + low[j]);
+    finish_row(e, row, first, columns, values);
+}
+
+static inline void finish_mixed(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *high,
+                                const int32_t *low) {
+    float values[BLOCK_PANELS * COLUMNS];
+    for (int64_t j = 0; j < columns; j++) values[j] = (float)((int64_t)high[j] * 256 + low[j]);
     finish_row(e, row, first, columns, values);
 }
 
@@ -89,6 +96,25 @@ static void pack_plane(const int8_t *codes, int64_t n, int64_t k, int8_t *packed
                 }
             corrections[row] = -128 * sum;
         }
+    }
+}
+
+// The transpose of int8 codes [k, n] packed in the same way: columns of `codes` become outputs.
+void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
+    int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; p++) {
+        int64_t first = p * COLUMNS, columns = n - first < COLUMNS ? n - first : COLUMNS;
+        int32_t sums[COLUMNS] = {0};
+        int8_t *out = packed + p * groups * COLUMNS * 4;
+        memset(out, 0, groups * COLUMNS * 4);
+        for (int64_t i = 0; i < k; i++)
+            for (int64_t c = 0; c < columns; c++) {
+                int8_t code = codes[i * n + first + c];
+                out[(i / 4 * COLUMNS + c) * 4 + i % 4] = code;
+                sums[c] += code;
+            }
+        for (int64_t c = 0; c < COLUMNS; c++) corrections[first + c] = -128 * sums[c];
     }
 }
 
@@ -230,6 +256,44 @@ static void amx_int16(const int8_t *a_high, const int8_t *a_low, const int8_t *h
     }
 }
 
+static void amx_mixed(const int8_t *a_high, const int8_t *a_low, const int8_t *packed, int64_t rows, int64_t width,
+                      const epilogue *e) {
+    int64_t blocks = round_up(e->n, 32) / 32;
+#pragma omp parallel
+    {
+        int32_t high[16 * 32] __attribute__((aligned(64))), low[16 * 32] __attribute__((aligned(64)));
+        configure_tiles();
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int8_t *w0 = packed + b * 2 * width * COLUMNS, *w1 = w0 + width * COLUMNS;
+            int64_t first = b * 32, columns = e->n - first < 32 ? e->n - first : 32;
+            for (int64_t t = 0; t < rows; t += 16) {
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int64_t i = 0; i < width; i += 64) {
+                    _tile_loadd(4, a_high + t * width + i, width);
+                    _tile_loadd(5, a_low + t * width + i, width);
+                    _tile_loadd(6, w0 + i * COLUMNS, 64);
+                    _tile_loadd(7, w1 + i * COLUMNS, 64);
+                    _tile_dpbssd(0, 4, 6);
+                    _tile_dpbssd(1, 4, 7);
+                    _tile_dpbssd(2, 5, 6);
+                    _tile_dpbssd(3, 5, 7);
+                }
+                _tile_stored(0, high, 128);
+                _tile_stored(1, high + 16, 128);
+                _tile_stored(2, low, 128);
+                _tile_stored(3, low + 16, 128);
+                int64_t count = rows - t < 16 ? rows - t : 16;
+                for (int64_t r = 0; r < count; r++) finish_mixed(e, t + r, first, columns, high + r * 32, low + r * 32);
+            }
+        }
+        _tile_release();
+    }
+}
+
 #endif
 
 #if defined(__AVX512VNNI__)
@@ -345,6 +409,48 @@ static void vnni_int16(const int8_t *a_high, const int8_t *a_low, const int8_t *
     }
 }
 
+static void vnni_mixed_tile(const int8_t *a_high, const int8_t *a_low, int64_t width, int64_t rows, const int8_t *w,
+                            const int32_t *corrections, int32_t *high, int32_t *low) {
+    __m512i of_high[6][2], of_low[6][2];
+    for (int r = 0; r < 6; r++)
+        for (int p = 0; p < 2; p++) of_high[r][p] = of_low[r][p] = _mm512_loadu_si512(corrections + p * COLUMNS);
+    for (int64_t g = 0; g < width / 4; g++) {
+        __m512i b[2];
+        for (int p = 0; p < 2; p++) b[p] = _mm512_loadu_si512(w + p * width * COLUMNS + g * 64);
+        _Pragma("GCC unroll 6") for (int r = 0; r < 6; r++) {
+            int64_t at = (r < rows ? r : rows - 1) * width + g * 4;
+            int32_t four_high, four_low;
+            memcpy(&four_high, a_high + at, 4);
+            memcpy(&four_low, a_low + at, 4);
+            _Pragma("GCC unroll 2") for (int p = 0; p < 2; p++) {
+                of_high[r][p] = _mm512_dpbusd_epi32(of_high[r][p], _mm512_set1_epi32(four_high), b[p]);
+                of_low[r][p] = _mm512_dpbusd_epi32(of_low[r][p], _mm512_set1_epi32(four_low), b[p]);
+            }
+        }
+    }
+    for (int r = 0; r < 6; r++)
+        for (int p = 0; p < 2; p++) {
+            _mm512_storeu_si512(high + r * 32 + p * COLUMNS, of_high[r][p]);
+            _mm512_storeu_si512(low + r * 32 + p * COLUMNS, of_low[r][p]);
+        }
+}
+
+static void vnni_mixed(const int8_t *a_high, const int8_t *a_low, const int8_t *packed, const int32_t *corrections,
+                       int64_t rows, int64_t width, const epilogue *e) {
+    int64_t blocks = round_up(e->n, 32) / 32;
+#pragma omp parallel for schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+        int32_t high[6 * 32] __attribute__((aligned(64))), low[6 * 32] __attribute__((aligned(64)));
+        int64_t first = b * 32, columns = e->n - first < 32 ? e->n - first : 32;
+        for (int64_t t = 0; t < rows; t += 6) {
+            int64_t count = rows - t < 6 ? rows - t : 6;
+            vnni_mixed_tile(a_high + t * width, a_low + t * width, width, count, packed + b * 2 * width * COLUMNS,
+                            corrections + first, high, low);
+            for (int64_t r = 0; r < count; r++) finish_mixed(e, t + r, first, columns, high + r * 32, low + r * 32);
+        }
+    }
+}
+
 #endif
 
 // `level` is what `qarl_integer_level` answered, never 0 here. bias and residual may be NULL.
@@ -380,6 +486,27 @@ void qarl_int16_matmul(int level, const int16_t *codes, const float *row_scales,
 #endif
 #if defined(__AVX512VNNI__)
     if (level == 1) vnni_int16(a_high, a_low, high, low, high_corrections, low_corrections, rows, width, &e);
+#endif
+    free(a_high);
+    free(a_low);
+    free(planes);
+}
+
+// 16-bit codes [rows, k] times int8 weights of one plane: y = (codes @ weight^T) * row scale. Gradients use it.
+void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales, const int8_t *packed,
+                       const int32_t *corrections, int64_t rows, int64_t n, int64_t k, float *y) {
+    epilogue e = {row_scales, NULL, NULL, NULL, y, n};
+    int64_t width = round_up(k, K_MULTIPLE);
+    int8_t *planes = malloc(2 * rows * k);
+    split_planes(codes, rows * k, planes, planes + rows * k);
+    uint8_t flip = level == 2 ? 0 : 0x80;
+    int8_t *a_high = padded_rows(planes, rows, k, 16, flip), *a_low = padded_rows(planes + rows * k, rows, k, 16, flip);
+    (void)corrections, (void)width, (void)e, (void)packed;
+#if defined(HAVE_AMX)
+    if (level == 2) amx_mixed(a_high, a_low, packed, rows, width, &e);
+#endif
+#if defined(__AVX512VNNI__)
+    if (level == 1) vnni_mixed(a_high, a_low, packed, corrections, rows, width, &e);
 #endif
     free(a_high);
     free(a_low);

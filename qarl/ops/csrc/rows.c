@@ -38,17 +38,52 @@ void qarl_quantize_rows(const float *x, float limit, int64_t rows, int64_t n, in
     for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row(x + t * n, n, limit, codes + t * n);
 }
 
+static float quantize_row_wide(const float *x, int64_t n, float limit, int16_t *codes) {
+    float amax = row_amax(x, n);
+    int is_zero = amax < SMALLEST_AMAX, is_bad = isnan(amax);
+    float factor = is_zero || is_bad ? 0.0f : limit / amax;
+    for (int64_t i = 0; i < n; i++) codes[i] = is_bad ? 0 : (int16_t)__builtin_rintf(x[i] * factor);
+    return is_bad ? amax : is_zero ? 1.0f : amax / limit;
+}
+
 // The same onto a grid that needs 16 bits.
 void qarl_quantize_rows_wide(const float *x, float limit, int64_t rows, int64_t n, int16_t *codes, float *scales) {
 #pragma omp parallel for schedule(static) if (rows * n > 16384)
-    for (int64_t t = 0; t < rows; t++) {
-        const float *row = x + t * n;
-        int16_t *out = codes + t * n;
-        float amax = row_amax(row, n);
-        int is_zero = amax < SMALLEST_AMAX, is_bad = isnan(amax);
-        float factor = is_zero || is_bad ? 0.0f : limit / amax;
-        for (int64_t i = 0; i < n; i++) out[i] = is_bad ? 0 : (int16_t)__builtin_rintf(row[i] * factor);
-        scales[t] = is_bad ? amax : is_zero ? 1.0f : amax / limit;
+    for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row_wide(x + t * n, n, limit, codes + t * n);
+}
+
+// Gradients of a linear layer for integer GEMMs: 16-bit codes of x[t, c] * factor[c], one scale a row.
+void qarl_quantize_scaled_rows(const float *x, const float *factors, float limit, int64_t rows, int64_t n,
+                               int16_t *codes, float *scales) {
+#pragma omp parallel
+    {
+        float *scaled = malloc(n * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < rows; t++) {
+            for (int64_t i = 0; i < n; i++) scaled[i] = x[t * n + i] * factors[i];
+            scales[t] = quantize_row_wide(scaled, n, limit, codes + t * n);
+        }
+        free(scaled);
+    }
+}
+
+#define COLUMN_BLOCK 64
+
+// 16-bit codes of x[t, c] * factor[t] with one scale a column, transposed to [n, rows].
+void qarl_quantize_scaled_columns(const float *x, const float *factors, float limit, int64_t rows, int64_t n,
+                                  int16_t *codes, float *scales) {
+#pragma omp parallel
+    {
+        float *column = malloc(COLUMN_BLOCK * rows * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < n; first += COLUMN_BLOCK) {
+            int64_t width = n - first < COLUMN_BLOCK ? n - first : COLUMN_BLOCK;
+            for (int64_t t = 0; t < rows; t++)
+                for (int64_t c = 0; c < width; c++) column[c * rows + t] = x[t * n + first + c] * factors[t];
+            for (int64_t c = 0; c < width; c++)
+                scales[first + c] = quantize_row_wide(column + c * rows, rows, limit, codes + (first + c) * rows);
+        }
+        free(column);
     }
 }
 
