@@ -26,7 +26,7 @@ def test_the_quickstart_learns_one_digit_sums(capsys: pytest.CaptureFixture[str]
     assert summary["held_out_before"] < 0.5
     assert summary["held_out_after"] >= 0.9
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(15))
+    assert [row["step"] for row in rows] == list(range(18))
     if kernels().exact_matmul:
         assert summary["alignment"] == "exact"
         assert all(row["mismatch/max_abs"] == 0.0 for row in rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from qarl.errors import ConfigurationError
 from qarl.rewards.gym import ReasoningGymScore
 
 
-def row_of(task: str) -> dict[str, object]:
+def row_of(task: str) -> dict[str, Any]:
     library = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     return {"entry": library.create_dataset(task, seed=3, size=1)[0], "task": task, "task_config": {}}
 
