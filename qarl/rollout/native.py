@@ -133,7 +133,10 @@ class NativeEngine:
     def cache_for(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> KVCache:
         """A cache with room for this rollout, or for as much of it as the budget holds; reused when big enough."""
         running = min(self.config.max_concurrency, len(prompts) * group_size)
-        pages = sum(pages_for(len(p.token_ids)) for p in prompts) + running * pages_for(sampling.max_new_tokens)
+        # Requests are admitted in order, so running ones belong to neighbouring groups: these many, if no group lags.
+        groups = min(len(prompts), -(-running // group_size) + 1)
+        longest = max(pages_for(len(prompt.token_ids)) for prompt in prompts)
+        pages = groups * longest + running * pages_for(sampling.max_new_tokens)
         pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config, self.config.kv_cache)))
         if self.cache is None or self.cache.num_pages < pages:
             self.cache = None  # freed before its successor is made
