@@ -209,13 +209,13 @@ def main() -> None:
 
 
 def _share_cores() -> None:
-    """Let idle OpenMP threads sleep after some 50 microseconds, before anything loads OpenMP.
+    """Let idle OpenMP threads sleep after about half a millisecond, before anything loads OpenMP.
 
     By default they spin for milliseconds, which on a machine with other work makes every parallel region wait for the
     scheduler: tens of times slower. An environment that says how to wait is left alone.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def _give_memory_back() -> None:

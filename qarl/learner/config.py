@@ -29,7 +29,7 @@ class LearnerConfig(Config):
         "is the same; `mismatch/*` and `objective/*` then cover the other groups only.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Keep one activation per layer and recompute the rest in the backward pass."
+        True, description="Keep one activation per layer and recompute the rest in the backward pass."
     )
     gradients: Literal["auto", "fp32"] = Field(
         "auto",

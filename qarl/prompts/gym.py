@@ -42,24 +42,22 @@ class GymRows:
         self.draw(seed=0, count=1)
 
     def draw(self, seed: int, count: int) -> Sequence[Row]:
-        entries = self._dataset(seed, count)
-        return [self._row(entries[index]) for index in range(count)]
-
-    def _row(self, entry: dict[str, Any]) -> Row:
-        scoring = {"entry": entry, "task": self._task, "task_config": self._config, "data_source": self.name}
-        return Row("", entry["question"], {**entry, **scoring}, "")
-
-    def _dataset(self, seed: int, count: int) -> Any:
         import reasoning_gym
 
         try:
-            return reasoning_gym.create_dataset(self._task, seed=seed, size=count, **self._config)
-        # Tasks check their settings by assertions, and some by ValueError or TypeError.
-        except (AssertionError, ValueError, TypeError) as error:
+            dataset = reasoning_gym.create_dataset(self._task, seed=seed, size=count, **self._config)
+            return [self._row(dataset[index]) for index in range(count)]
+        # Tasks check their settings by assertions or not at all, and then fail at the first question: AttributeError
+        # where a setting is a Python enumeration, which a recipe cannot hold.
+        except (AssertionError, AttributeError, ValueError, TypeError) as error:
             raise ConfigurationError(
                 f"prompts.config: reasoning_gym's task {self._task} refuses {self._config} ({error}); "
                 "correct the settings"
             ) from error
+
+    def _row(self, entry: dict[str, Any]) -> Row:
+        scoring = {"entry": entry, "task": self._task, "task_config": self._config, "data_source": self.name}
+        return Row("", entry["question"], {**entry, **scoring}, "")
 
     def _check(self) -> None:
         try:

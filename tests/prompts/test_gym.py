@@ -44,6 +44,7 @@ def test_questions_are_a_function_of_the_seed(gym):
         ("basic_arithmetic", {"seed": 2}, "no setting 'seed'"),
         ("basic_arithmetic", {"min_digits": 9, "max_digits": 2}, "basic_arithmetic refuses .*correct the settings"),
         ("basic_arithmetic", {"min_digits": "x"}, "basic_arithmetic refuses"),
+        ("aiw", {"task_types": ["siblings"], "task_type_weights": [1.0]}, "aiw refuses .*no attribute 'value'"),
     ],
 )
 def test_unknown_task_or_setting_is_refused(gym, task, config, problem):
