@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -204,7 +202,6 @@ def doctor(*, as_json: Json = False) -> None:
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
     _share_cores()
-    _give_memory_back()
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -216,17 +213,6 @@ def _share_cores() -> None:
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "10000"
-
-
-def _give_memory_back() -> None:
-    """Let glibc map every block of 1 MiB and more by itself, so that freed tensors go back to the system.
-
-    Otherwise it raises that limit to 32 MiB as blocks are freed, and a training run's heap fragments: half a
-    gigabyte more at the peak of the quickstart.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        m_mmap_threshold = -3
-        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
 
 
 def run_command(arguments: Sequence[str]) -> int:
