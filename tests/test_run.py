@@ -58,7 +58,7 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
     assert (folder / "summary.png").exists() and list((folder / "events").iterdir())
     assert "alignment measured: exact" in (folder / "run.log").read_text()
-    for expected in ("model tiny", "quantized 14 of 15", "What is", "step 3/3", "held-out pass@1", str(folder)):
+    for expected in ("model tiny", "quantized 15 of 15", "What is", "step 3/3", "held-out pass@1", str(folder)):
         assert expected in said
 
 
