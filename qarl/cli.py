@@ -109,16 +109,16 @@ def align(
     *,
     scheme: Scheme,
     engine: Annotated[Literal["native"], Parameter(help="The engine to compare the learner with.")] = "native",
-    tokens: Annotated[Count, Parameter(help="How many sampled tokens to compare, at least.")] = 2000,
+    tokens: Annotated[Count, Parameter(help="How many sampled tokens to compare, at least.")] = 5000,
     kv: Annotated[str, Parameter(help="Number format of cached keys and values (`engine.kv_cache`).")] = "fp32",
     alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure how far engine and learner disagree."""
+    """Measure how far engine and learner disagree, token by token and layer by layer."""
     from qarl import align
 
     assert engine == "native", "the only engine so far"
-    found = align.align(model, scheme, tokens, kv, alignment)
+    found = align.align(model, scheme, tokens, kv, alignment, _say_count)
     _answer(found, as_json)
     reason = align.broken_promise(found)
     if reason is not None:
@@ -162,12 +162,12 @@ def bench_step(
     *,
     model: Model = "smollm2-135m",
     scheme: Scheme = "w8a8-int8",
-    batch: Batch = 64,
+    batch: Batch = 32,
     group_size: Annotated[Count, Parameter(help="Completions of every prompt.")] = 8,
     prompt_len: Annotated[
         Count | None, Parameter(help="Random prompts of this many tokens, and no early stop; by default, sums.")
     ] = None,
-    new_tokens: NewTokens = 20,
+    new_tokens: NewTokens = 32,
     alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
@@ -244,6 +244,10 @@ def _refuse(reason: object, code: int) -> int:
 
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _say_count(done: int, wanted: int) -> None:
+    _progress(f"compared {done} of {wanted} tokens")
 
 
 def _answer(result: Mapping[str, Any], as_json: bool) -> None:
