@@ -33,8 +33,9 @@ EVALUATION_STEP = -1
 """In the place of a step in the seed of held-out answers: no training step has it, so the draws are apart, and they
 are the same at every evaluation, so that two of them differ by the weights alone."""
 
-FREE_TO_CHANGE = ("steps", "eval", "checkpoint", "engine.kv_bytes", "engine.max_concurrency", "engine.prefill_tokens")
-"""Keys that may differ when a run is resumed: they do not change what a step computes."""
+FREE_TO_CHANGE = ("eval", "checkpoint", "engine.kv_bytes", "engine.max_concurrency", "engine.prefill_tokens")
+"""Keys that may differ when a run is resumed: they do not change what a step computes. So may `steps`, under a
+constant learning rate; other schedules stretch over them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +272,11 @@ def _resume_from(recipe: Recipe, path: Path, run_dir: Path | None) -> Start:
 
 
 def _check_same_recipe(recipe: Recipe, folder: RunFolder) -> None:
+    free_keys = (*FREE_TO_CHANGE, "steps") if recipe.learner.schedule.type == "constant" else FREE_TO_CHANGE
     changed = [
         key
         for key in changed_keys(load_recipe(folder.recipe), recipe)
-        if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+        if not any(key == free or key.startswith(f"{free}.") for free in free_keys)
     ]
     if changed:
         raise ConfigurationError(

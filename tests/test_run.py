@@ -251,3 +251,9 @@ def test_a_start_without_a_checkpoint_is_step_zero(tmp_path: Path) -> None:
     assert open_run(recipe_of(), "test", tmp_path, "auto") == Start(
         open_run(recipe_of(), "x", tmp_path, "never").folder, None
     )
+
+
+def test_more_steps_are_taken_up_only_where_they_change_no_learning_rate(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", recipe_of("--steps=1", "--learner.schedule.type=linear"))
+    with pytest.raises(ConfigurationError, match="other values of steps"):
+        open_run(recipe_of("--steps=2", "--learner.schedule.type=linear"), "any", tmp_path / "run", "auto")
