@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class Failure:
 Outcome = float | Failure
 
 
-class Term(Config):
+class Term(Config, ABC):
     """A reward term: its configuration and its work. It holds no state, so it can be sent to another process."""
 
     type: str
@@ -46,9 +47,9 @@ class Term(Config):
     def prepare(self) -> None:
         """Raise a ConfigurationError where the term cannot work (a library or function is missing)."""
 
+    @abstractmethod
     def score(self, prompt: Prompt, completion: Completion) -> float:
         """The value of one completion; an exception means that it has none."""
-        raise NotImplementedError
 
     def score_group(self, group: Group) -> list[Outcome]:
         """One outcome for every completion, in order."""

@@ -78,7 +78,7 @@ int qarl_integer_level(void) {
 #endif
 }
 
-// int8 codes [n, k], row stride `stride` bytes, element stride `step`, to packed panels; `corrections` [padded n] are
+// int8 codes [n, k] to packed panels; `corrections` [padded n] are
 // -128 * (sum of a column), which undo the offset that makes VNNI's left operand unsigned.
 static void pack_plane(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
     int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
@@ -152,6 +152,15 @@ static int8_t *padded_rows(const int8_t *codes, int64_t rows, int64_t k, int64_t
         memset(copy + t * width + k, 0, width - k);
     }
     return copy;
+}
+
+// The two planes of 16-bit rows, each as `padded_rows` makes them; the caller frees both.
+static void padded_planes(const int16_t *codes, int64_t rows, int64_t k, uint8_t flip, int8_t **high, int8_t **low) {
+    int8_t *planes = malloc(2 * rows * k);
+    split_planes(codes, rows * k, planes, planes + rows * k);
+    *high = padded_rows(planes, rows, k, 16, flip);
+    *low = padded_rows(planes + rows * k, rows, k, 16, flip);
+    free(planes);
 }
 
 #if defined(HAVE_AMX)
@@ -476,10 +485,8 @@ void qarl_int16_matmul(int level, const int16_t *codes, const float *row_scales,
                        const float *bias, const float *residual, int64_t rows, int64_t n, int64_t k, float *y) {
     epilogue e = {row_scales, column_scales, bias, residual, y, n};
     int64_t width = round_up(k, K_MULTIPLE);
-    int8_t *planes = malloc(2 * rows * k);
-    split_planes(codes, rows * k, planes, planes + rows * k);
-    uint8_t flip = level == 2 ? 0 : 0x80;
-    int8_t *a_high = padded_rows(planes, rows, k, 16, flip), *a_low = padded_rows(planes + rows * k, rows, k, 16, flip);
+    int8_t *a_high, *a_low;
+    padded_planes(codes, rows, k, level == 2 ? 0 : 0x80, &a_high, &a_low);
     (void)high_corrections, (void)low_corrections, (void)width, (void)e, (void)high, (void)low;
 #if defined(HAVE_AMX)
     if (level == 2) amx_int16(a_high, a_low, high, low, rows, width, &e);
@@ -489,7 +496,6 @@ void qarl_int16_matmul(int level, const int16_t *codes, const float *row_scales,
 #endif
     free(a_high);
     free(a_low);
-    free(planes);
 }
 
 // 16-bit codes [rows, k] times int8 weights of one plane: y = (codes @ weight^T) * row scale. Gradients use it.
@@ -497,10 +503,8 @@ void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales,
                        const int32_t *corrections, int64_t rows, int64_t n, int64_t k, float *y) {
     epilogue e = {row_scales, NULL, NULL, NULL, y, n};
     int64_t width = round_up(k, K_MULTIPLE);
-    int8_t *planes = malloc(2 * rows * k);
-    split_planes(codes, rows * k, planes, planes + rows * k);
-    uint8_t flip = level == 2 ? 0 : 0x80;
-    int8_t *a_high = padded_rows(planes, rows, k, 16, flip), *a_low = padded_rows(planes + rows * k, rows, k, 16, flip);
+    int8_t *a_high, *a_low;
+    padded_planes(codes, rows, k, level == 2 ? 0 : 0x80, &a_high, &a_low);
     (void)corrections, (void)width, (void)e, (void)packed;
 #if defined(HAVE_AMX)
     if (level == 2) amx_mixed(a_high, a_low, packed, rows, width, &e);
@@ -510,5 +514,4 @@ void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales,
 #endif
     free(a_high);
     free(a_low);
-    free(planes);
 }
