@@ -94,8 +94,10 @@ def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
 def integer_path() -> str:
     """Which instructions the integer GEMM uses here."""
     chosen = kernels()
-    level = chosen.integer_level if isinstance(chosen, CpuKernels) else 0
-    return ("torch's", "AVX-512 VNNI, in C", "AMX tiles, in C")[level]
+    if not isinstance(chosen, CpuKernels):
+        return "torch"
+    level = chosen.integer_level
+    return ("16-bit pairs", "VNNI dot products", "AMX tiles")[level]
 
 
 def installed(name: str, extra: str) -> str:

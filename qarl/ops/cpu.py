@@ -11,8 +11,6 @@ from torch import Tensor
 from qarl.ops.reference import KVCodes, KVStore, PackedCodes, PackedInt4, ReferenceKernels, Scores, Spans, shape_of
 from qarl.quant.formats import INT8, INT16, IntegerFormat
 
-PANEL = 32
-
 LARGEST_GROUP = 128
 """Largest group of 4-bit weights that share a scale, in the kernel."""
 
@@ -23,16 +21,12 @@ LONGEST_SUM = 65536
 """Largest K whose 16-bit cross products still fit int32."""
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
+def address(tensor: Tensor | None) -> int | None:
     """Where the kernel reads; None becomes NULL."""
     if tensor is None:
-        return ctypes.c_void_p(None)
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "kernels take contiguous CPU tensors"
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def ints(*values: int) -> list[ctypes.c_int64]:
-    return [ctypes.c_int64(value) for value in values]
+        return None
+    assert tensor.is_contiguous() and tensor.is_cpu, "kernels take contiguous CPU tensors"
+    return tensor.data_ptr()
 
 
 def as_float(*tensors: Tensor | None) -> None:
@@ -48,7 +42,8 @@ def as_index(*tensors: Tensor) -> None:
 class CpuKernels(ReferenceKernels):
     """Calls into the compiled library.
 
-    `integer_level`: 2 where integer GEMMs run on AMX tiles, 1 on AVX-512 VNNI, 0 where torch's has to do.
+    `integer_level`: 2 where 8-bit GEMMs run on AMX tiles, 1 on VNNI dot products, 0 on multiply-adds of 16-bit pairs.
+    `panel`: columns that a packed fp32 or 4-bit weight holds together, two vectors of this CPU.
     """
 
     name = "cpu"
@@ -57,20 +52,21 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.integer_level = int(library.qarl_integer_level())
+        self.panel = int(library.qarl_panel_columns())
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         x_TD, y = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
         as_float(x_TD, gain_D)
         width = x_TD.shape[-1]
-        sizes = ints(x_TD.numel() // width, width)
-        self.library.qarl_rms_norm(address(x_TD), address(gain_D), ctypes.c_float(eps), *sizes, address(y))
+        sizes = (x_TD.numel() // width, width)
+        self.library.qarl_rms_norm(address(x_TD), address(gain_D), eps, *sizes, address(y))
         return y
 
     def rms_norm_quantize(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         as_float(x_TD, gain_D)
         codes, scales = empty_codes(*x_TD.shape)
         self.library.qarl_rms_norm_quantize(
-            address(x_TD), address(gain_D), ctypes.c_float(eps), *ints(*x_TD.shape), address(codes), address(scales)
+            address(x_TD), address(gain_D), eps, *x_TD.shape, address(codes), address(scales)
         )
         return codes, scales
 
@@ -80,35 +76,34 @@ class CpuKernels(ReferenceKernels):
         codes, scales = empty_codes(rows, width, grid.code_dtype)
         wide = grid.code_dtype == torch.int16
         quantize = self.library.qarl_quantize_rows_wide if wide else self.library.qarl_quantize_rows
-        quantize(address(x_TK), ctypes.c_float(grid.largest), *ints(*x_TK.shape), address(codes), address(scales))
+        quantize(address(x_TK), grid.largest, *x_TK.shape, address(codes), address(scales))
         return codes, scales
 
     def gated(self, gate_up_TF: Tensor) -> Tensor:
         as_float(gate_up_TF)
         rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
         y = gate_up_TF.new_empty(rows, width)
-        self.library.qarl_gated(address(gate_up_TF), *ints(rows, width), address(y))
+        self.library.qarl_gated(address(gate_up_TF), rows, width, address(y))
         return y
 
     def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
         as_float(gate_up_TF)
         rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
         codes, scales = empty_codes(rows, width)
-        self.library.qarl_gated_quantize(address(gate_up_TF), *ints(rows, width), address(codes), address(scales))
+        self.library.qarl_gated_quantize(address(gate_up_TF), rows, width, address(codes), address(scales))
         return codes, scales
 
     def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Panels of 16 columns by groups of 4 along K, where this CPU has integer dot products or tiles."""
-        if self.integer_level == 0:
-            return PackedCodes(codes_NK)
+        """Panels of 16 columns by groups of 4 along K; 16-bit codes as two planes of bytes."""
         n, k = codes_NK.shape
         rows, width = round_up(n, 64), round_up(k, 64)
-        wide = codes_NK.dtype == torch.int16
-        planes = tuple(torch.empty(rows * width, dtype=torch.int8) for _ in range(1 + wide))
-        corrections = tuple(torch.empty(rows, dtype=torch.int32) for _ in range(1 + wide))
-        pack = self.library.qarl_pack_int16 if wide else self.library.qarl_pack_int8
-        pack(address(codes_NK), *ints(n, k), *map(address, planes), *map(address, corrections))
-        return PackedCodes(codes_NK, planes, corrections)
+        if codes_NK.dtype == torch.int16:
+            planes = (torch.empty(rows * width, dtype=torch.int8), torch.empty(rows * width, dtype=torch.int8))
+            self.library.qarl_pack_int16(address(codes_NK), n, k, *map(address, planes))
+            return PackedCodes(codes_NK, planes)
+        plane, corrections = torch.empty(rows * width, dtype=torch.int8), torch.empty(rows, dtype=torch.int32)
+        self.library.qarl_pack_int8(address(codes_NK), n, k, address(plane), address(corrections))
+        return PackedCodes(codes_NK, (plane,), corrections)
 
     def integer_matmul(
         self,
@@ -119,30 +114,29 @@ class CpuKernels(ReferenceKernels):
         bias_N: Tensor | None,
         residual_TN: Tensor | None,
     ) -> Tensor:
-        """The GEMM and its epilogue in one pass; by torch where this CPU has no fast integer instructions."""
-        if not weight.planes:
-            return super().integer_matmul(codes_TK, row_scales_T, weight, column_scales_N, bias_N, residual_TN)
+        """The GEMM and its epilogue in one pass."""
         as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
         (rows, k), n = codes_TK.shape, len(weight.codes)
         assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
         y = torch.empty(rows, n)
-        multiply = self.library.qarl_int8_matmul if len(weight.planes) == 1 else self.library.qarl_int16_matmul
-        packed = map(address, (*weight.planes, *weight.corrections))
-        rest = map(address, (column_scales_N, bias_N, residual_TN))
-        left = map(address, (codes_TK, row_scales_T))
-        multiply(ctypes.c_int(self.integer_level), *left, *packed, *rest, *ints(rows, n, k), address(y))
+        left = map(address, (codes_TK, row_scales_T, *weight.planes))
+        rest = (*map(address, (column_scales_N, bias_N, residual_TN)), rows, n, k, address(y))
+        if codes_TK.dtype == torch.int16:
+            self.library.qarl_int16_matmul(self.integer_level, *left, *rest)
+        else:
+            self.library.qarl_int8_matmul(self.integer_level, *left, address(weight.corrections), *rest)
         return y
 
     def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:
         """The weight's scales go into the gradient, which is rounded to 16 bits a token and meets the codes exactly."""
-        if self.integer_level == 0 or weight.codes.dtype != torch.int8:
+        if weight.codes.dtype != torch.int8:
             return super().grad_rows(grad_TN, weight, scales_N)
         codes, scales = self._wide_codes("rows", grad_TN, scales_N)
         return self._mixed_product(codes, scales, weight.codes)
 
     def grad_weight(self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor) -> Tensor:
         """The activations' scales go into the gradient, which is rounded to 16 bits a column and meets the codes."""
-        if self.integer_level == 0 or codes_TK.dtype != torch.int8:
+        if codes_TK.dtype != torch.int8:
             return super().grad_weight(grad_TN, codes_TK, row_scales_T)
         codes, scales = self._wide_codes("columns", grad_TN, row_scales_T)
         return self._mixed_product(codes, scales, codes_TK)
@@ -154,8 +148,7 @@ class CpuKernels(ReferenceKernels):
         shape = (rows, n) if by == "rows" else (n, rows)
         codes, scales = empty_codes(*shape, torch.int16)
         quantize = getattr(self.library, f"qarl_quantize_scaled_{by}")
-        limit = ctypes.c_float(INT16.largest)
-        quantize(address(x_TN), address(factors), limit, *ints(rows, n), address(codes), address(scales))
+        quantize(address(x_TN), address(factors), INT16.largest, rows, n, address(codes), address(scales))
         return codes, scales
 
     def _mixed_product(self, codes_MK: Tensor, scales_M: Tensor, right_KN: Tensor) -> Tensor:
@@ -163,35 +156,18 @@ class CpuKernels(ReferenceKernels):
         (rows, k), n = codes_MK.shape, right_KN.shape[1]
         assert k <= LONGEST_SUM and right_KN.shape[0] == k
         packed = torch.empty(round_up(n, 64) * round_up(k, 64), dtype=torch.int8)
-        corrections = torch.empty(round_up(n, 64), dtype=torch.int32)
-        self.library.qarl_pack_int8_transposed(address(right_KN), *ints(n, k), address(packed), address(corrections))
+        self.library.qarl_pack_int8_transposed(address(right_KN), n, k, address(packed))
         y = torch.empty(rows, n)
-        inputs = map(address, (codes_MK, scales_M, packed, corrections))
-        self.library.qarl_mixed_matmul(ctypes.c_int(self.integer_level), *inputs, *ints(rows, n, k), address(y))
-        return y
-
-    def dequantize(
-        self,
-        accumulator_TN: Tensor,
-        row_scales_T: Tensor,
-        column_scales_N: Tensor,
-        bias_N: Tensor | None,
-        residual_TN: Tensor | None,
-    ) -> Tensor:
-        if accumulator_TN.dtype != torch.int32:
-            return super().dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
-        as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
-        y = torch.empty(accumulator_TN.shape)
-        pointers = map(address, (accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN))
-        self.library.qarl_dequantize(*pointers, *ints(*accumulator_TN.shape), address(y))
+        inputs = map(address, (codes_MK, scales_M, packed))
+        self.library.qarl_mixed_matmul(self.integer_level, *inputs, rows, n, k, address(y))
         return y
 
     def pack(self, weight_NK: Tensor) -> Tensor:
-        """Panels [ceil(N / 32), K, 32]: the columns of one panel are neighbours, so a row of x meets vectors."""
+        """Panels [ceil(N / panel), K, panel]: the columns of one are neighbours, so a row of x meets vectors."""
         as_float(weight_NK)
         n, k = weight_NK.shape
-        packed = weight_NK.new_empty((n + PANEL - 1) // PANEL, k, PANEL)
-        self.library.qarl_pack_panels(address(weight_NK.contiguous()), *ints(n, k), address(packed))
+        packed = weight_NK.new_empty(-(-n // self.panel), k, self.panel)
+        self.library.qarl_pack_panels(address(weight_NK.contiguous()), n, k, address(packed))
         return packed
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
@@ -202,7 +178,7 @@ class CpuKernels(ReferenceKernels):
         rows, k = x_TK.shape
         assert packed.shape[1] == k, "packed weight and input disagree on K"
         y = x_TK.new_empty(rows, n)
-        self.library.qarl_matmul(*map(address, (x_TK, packed, bias_N, residual_TN)), *ints(rows, n, k), address(y))
+        self.library.qarl_matmul(*map(address, (x_TK, packed, bias_N, residual_TN)), rows, n, k, address(y))
         return y
 
     def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
@@ -210,11 +186,11 @@ class CpuKernels(ReferenceKernels):
         as_float(scales_NG)
         (n, k), groups = codes_NK.shape, scales_NG.shape[1]
         assert codes_NK.dtype == torch.int8 and k // groups <= LARGEST_GROUP
-        panels = round_up(n, PANEL) // PANEL
-        nibbles = torch.empty(panels, k, PANEL // 2, dtype=torch.uint8)
-        scales = torch.empty(panels, groups, PANEL)
+        panels = -(-n // self.panel)
+        nibbles = torch.empty(panels, k, self.panel // 2, dtype=torch.uint8)
+        scales = torch.empty(panels, groups, self.panel)
         self.library.qarl_pack_int4(
-            *map(address, (codes_NK, scales_NG)), *ints(n, k, k // groups), *map(address, (nibbles, scales))
+            *map(address, (codes_NK, scales_NG)), n, k, k // groups, *map(address, (nibbles, scales))
         )
         return PackedInt4(codes_NK, scales_NG, nibbles, scales)
 
@@ -227,7 +203,7 @@ class CpuKernels(ReferenceKernels):
         assert weight.codes.shape[1] == k, "packed weight and input disagree on K"
         y = x_TK.new_empty(rows, n)
         inputs = map(address, (x_TK, weight.nibbles, weight.panel_scales, bias_N, residual_TN))
-        self.library.qarl_matmul_int4(*inputs, *ints(rows, n, k, k // weight.scales.shape[1]), address(y))
+        self.library.qarl_matmul_int4(*inputs, rows, n, k, k // weight.scales.shape[1], address(y))
         return y
 
     def split_rotate(
@@ -249,8 +225,8 @@ class CpuKernels(ReferenceKernels):
         rows, (_, kv_heads, dim) = len(qkv_TN), shape_of(keys)
         q = qkv_TN.new_empty(rows, heads, dim)
         inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain, q))
-        stores = [*store_addresses(keys), *store_addresses(values)]
-        self.library.qarl_split_rotate(*inputs, *stores, ctypes.c_float(eps), *ints(rows, heads, kv_heads, dim))
+        stores = (*store_addresses(keys), *store_addresses(values), *store_steps(keys, values))
+        self.library.qarl_split_rotate(*inputs, *stores, eps, rows, heads, kv_heads, dim)
         return q
 
     def attention(
@@ -260,10 +236,10 @@ class CpuKernels(ReferenceKernels):
         (rows, heads, dim), (_, kv_heads, _) = q_THC.shape, shape_of(keys)
         assert dim <= LARGEST_HEAD
         out, lse = torch.empty_like(q_THC), q_THC.new_empty(rows, heads)
-        stores = [*store_addresses(keys), *store_addresses(values)]
+        stores = (*store_addresses(keys), *store_addresses(values), *store_steps(keys, values))
         rest = map(address, (*layout(spans), out, lse))
-        sizes = ints(rows, heads, kv_heads, dim, spans.longest)
-        self.library.qarl_attention(address(q_THC), *stores, *rest, ctypes.c_float(scale), *sizes)
+        sizes = (rows, heads, kv_heads, dim, spans.longest)
+        self.library.qarl_attention(address(q_THC), *stores, *rest, scale, *sizes)
         return out, lse
 
     def attention_backward(
@@ -282,8 +258,8 @@ class CpuKernels(ReferenceKernels):
         (_, heads, dim), kv_heads = q_THC.shape, keys_RGC.shape[1]
         dq, dk, dv = torch.empty_like(q_THC), torch.zeros_like(keys_RGC), torch.zeros_like(values_RGC)
         inputs = (grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH, *layout(spans), spans.families, dq, dk, dv)
-        sizes = ints(len(spans.families) - 1, heads, kv_heads, dim, spans.longest)
-        self.library.qarl_attention_backward(*map(address, inputs), ctypes.c_float(scale), *sizes)
+        sizes = (len(spans.families) - 1, heads, kv_heads, dim, spans.longest)
+        self.library.qarl_attention_backward(*map(address, inputs), scale, *sizes)
         return dq, dk, dv
 
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
@@ -294,8 +270,8 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_token_logprobs(
             address(logits_TV),
             address(targets_T),
-            ctypes.c_float(inverse_temperature),
-            *ints(*logits_TV.shape),
+            inverse_temperature,
+            *logits_TV.shape,
             *outputs,
         )
         return scores
@@ -303,7 +279,7 @@ class CpuKernels(ReferenceKernels):
     def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
         as_float(logits_TV, shifts_T, sums_T)
         inputs = map(address, (logits_TV, shifts_T, sums_T))
-        self.library.qarl_softmax(*inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape))
+        self.library.qarl_softmax(*inputs, inverse_temperature, *logits_TV.shape)
         return logits_TV
 
     def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
@@ -311,20 +287,31 @@ class CpuKernels(ReferenceKernels):
         tokens = torch.empty(len(logits_TV), dtype=torch.int64)
         logprobs = logits_TV.new_empty(len(logits_TV))
         inputs = map(address, (logits_TV, uniforms_T))
-        self.library.qarl_sample(
-            *inputs, ctypes.c_float(inverse_temperature), *ints(*logits_TV.shape), address(tokens), address(logprobs)
-        )
+        self.library.qarl_sample(*inputs, inverse_temperature, *logits_TV.shape, address(tokens), address(logprobs))
         return tokens, logprobs
 
 
-def store_addresses(store: KVStore) -> list[ctypes.c_void_p]:
+def store_addresses(store: KVStore) -> tuple[int | None, int | None, int | None]:
     """fp32 values, codes, scales: what the store lacks is NULL."""
     if isinstance(store, KVCodes):
         as_float(store.scales)
         assert store.codes.dtype == torch.int8
-        return [address(None), address(store.codes), address(store.scales)]
+        return None, store.codes.data_ptr(), store.scales.data_ptr()
     as_float(store)
-    return [address(store), address(None), address(None)]
+    return store.data_ptr(), None, None
+
+
+def store_steps(*stores: KVStore) -> tuple[int, int]:
+    """From one row, and from one head, to the next, in vectors of a head; the same for all these stores."""
+    steps = set()
+    for store in stores:
+        row, head, element = (store.codes if isinstance(store, KVCodes) else store).stride()
+        dim = shape_of(store)[2]
+        assert element == 1 and row % dim == head % dim == 0, "a head's vector is contiguous"
+        steps.add((row // dim, head // dim))
+        assert not isinstance(store, KVCodes) or store.scales.stride() == (row // dim, head // dim)
+    (found,) = steps
+    return found
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +19,10 @@ SOURCES = tuple(sorted(FOLDER.glob("*.c")))
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 """No -ffast-math: it would let the compiler reorder reductions."""
+
+
+C_TYPES: dict[str, type] = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+"""What the kernels take, pointers aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,25 @@ def built() -> Build:
 def load() -> ctypes.CDLL | None:
     """The kernels, or None when there are none (`built().reason` says why)."""
     path = built().path
-    return ctypes.CDLL(str(path)) if path else None
+    return open_library(path) if path else None
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library at `path`, its functions with the argument types that their sources declare."""
+    library = ctypes.CDLL(str(path))
+    for source in SOURCES:
+        for name, types in prototypes(source.read_text()).items():
+            getattr(library, name).argtypes = types
+    return library
+
+
+def prototypes(source: str) -> dict[str, list[type]]:
+    """Argument types of the public functions (`qarl_...`) that a C source defines."""
+    found = {}
+    for name, arguments in re.findall(r"^\w+ (qarl_\w+)\(([^)]*)\) \{", source, re.MULTILINE):
+        kinds = [argument.strip() for argument in arguments.split(",") if argument.strip() != "void"]
+        found[name] = [ctypes.c_void_p if "*" in kind else C_TYPES[kind.split()[0]] for kind in kinds]
+    return found
 
 
 def _compile(compiler: str, path: Path) -> Build:

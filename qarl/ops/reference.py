@@ -39,12 +39,12 @@ class Spans:
 class PackedCodes:
     """Integer weight codes [N, K] and, for kernels that want another layout, the same in `planes`.
 
-    `corrections` belong to the planes (see `csrc/gemm_integer.c`).
+    `corrections` [N, padded] belong to a plane of 8-bit codes (see `csrc/gemm_integer.c`).
     """
 
     codes: Tensor
     planes: tuple[Tensor, ...] = ()
-    corrections: tuple[Tensor, ...] = ()
+    corrections: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

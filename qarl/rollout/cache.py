@@ -32,10 +32,12 @@ def bytes_per_token(config: ModelConfig, kv: KVFormat = "fp32") -> int:
 
 
 def empty_store(shape: tuple[int, int, int], kv: KVFormat) -> KVStore:
-    """Room for keys or values [rows, heads, dim] of one layer."""
+    """Room for keys or values [rows, heads, dim] of one layer; the rows of one head are neighbours in memory."""
+    rows, heads, dim = shape
     if kv == "fp32":
-        return torch.zeros(shape)
-    return KVCodes(torch.zeros(shape, dtype=torch.int8), torch.ones(shape[:2]))
+        return torch.zeros(heads, rows, dim).transpose(0, 1)
+    codes, scales = torch.zeros(heads, rows, dim, dtype=torch.int8), torch.ones(heads, rows)
+    return KVCodes(codes.transpose(0, 1), scales.transpose(0, 1))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,11 @@ from qarl.learner.learner import LocalLearner
 from qarl.metrics import values
 from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
-from qarl.records import Group
+from qarl.records import Completion, Group, Sampling
+from qarl.rollout import native
+from qarl.rollout.cache import PAGE
+from qarl.rollout.native import NativeEngine
+from qarl.rollout.seeds import uniforms
 from qarl.sync.checksum import checksum
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +63,29 @@ def test_every_scheme_is_exact_through_several_updates(small, scheme: str, kv):
     assert len(checksums) == 3
 
 
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+@pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "w4a16"])
+@pytest.mark.parametrize("brings_operands", [True, False])
+def test_a_learner_restored_from_a_checkpoint_is_exact_from_its_first_step_on(
+    small, tmp_path, scheme: str, kv, brings_operands: bool
+):
+    small = dataclasses.replace(small, kv=kv)
+    unbroken = small.learner(scheme, updates_per_batch=2)
+    for _ in range(2):
+        groups = small.rollout(unbroken, *LENGTHS)
+        unbroken.update(groups, small.advantages(groups))
+    unbroken.save(tmp_path)
+    learner, engine = small.learner(scheme, seed=1, updates_per_batch=2), small.engine()
+    learner.restore(tmp_path)
+    for step in (2, 3):
+        snapshot = learner.publish()
+        engine.load(snapshot if brings_operands else dataclasses.replace(snapshot, operands=None))
+        groups = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, (0, step))
+        assert_aligned(learner, groups)
+        found = values(learner.update(groups, small.advantages(groups)))
+        assert (found["mismatch/bit_equal"], found["mismatch/max_abs"]) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact(small, family, scheme: str):
@@ -101,6 +128,72 @@ def test_completions_of_several_pages_are_exact(small):
     groups = small.rollout(learner, 3, 35)
     assert all(len(completion) == 90 for group in groups for completion in group.completions)
     assert_aligned(learner, groups)
+
+
+def unbroken(small, engine: NativeEngine) -> list[Group]:
+    """One completion a prompt, of more than a page."""
+    return engine.generate(small.prompts(*LENGTHS), 1, small.sampling, (0,))
+
+
+def resumed(small, engine: NativeEngine, groups: list[Group], cut: int) -> list[Completion]:
+    """What comes after the first `cut` tokens: these go to the engine behind the prompt, as it has no other way.
+
+    The draws are those of the places in the whole completion, which the engine would count from 0 again.
+    """
+    longer = [
+        dataclasses.replace(g.prompt, token_ids=(*g.prompt.token_ids, *g.completions[0].token_ids[:cut].tolist()))
+        for g in groups
+    ]
+    sampling = dataclasses.replace(small.sampling, max_new_tokens=small.sampling.max_new_tokens - cut)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "uniforms", lambda keys, places: uniforms(keys, [place + cut for place in places]))
+        return [group.completions[0] for group in engine.generate(longer, 1, sampling, (0,))]
+
+
+@pytest.fixture
+def long(small):
+    """Completions of two pages that no token stops."""
+    return dataclasses.replace(small, sampling=Sampling(temperature=0.8, max_new_tokens=PAGE + 5))
+
+
+aborted = pytest.mark.parametrize("cut", [1, PAGE - 1, PAGE, PAGE + 2])
+in_three_ways = pytest.mark.parametrize(
+    ("scheme", "kv"), [("none", "fp32"), ("w8a8-int8", "int8"), ("w4a16", "int8")], ids=str
+)
+
+
+@aborted
+@in_three_ways
+def test_a_completion_aborted_and_resumed_is_the_unbroken_one(long, scheme: str, kv, cut: int):
+    long = dataclasses.replace(long, kv=kv)
+    engine = long.engine(long.learner(scheme).publish(), prefill_tokens=24, max_concurrency=3)
+    groups = unbroken(long, engine)
+    for group, rest in zip(groups, resumed(long, engine, groups, cut), strict=True):
+        assert torch.equal(rest.token_ids, group.completions[0].token_ids[cut:])
+        assert torch.equal(rest.engine_logprobs, group.completions[0].engine_logprobs[cut:])
+
+
+@aborted
+@in_three_ways
+def test_resumed_with_new_weights_each_token_has_the_logprob_of_its_versions_learner(long, scheme: str, kv, cut: int):
+    long = dataclasses.replace(long, kv=kv)
+    learner, engine = long.learner(scheme), long.engine()
+    engine.load(learner.publish())
+    groups = unbroken(long, engine)
+    assert_aligned(learner, groups)
+    learner.update(groups, long.advantages(groups))
+    engine.load(learner.publish())
+    for group, rest in zip(groups, resumed(long, engine, groups, cut), strict=True):
+        first = group.completions[0]
+        token_ids = torch.cat([first.token_ids[:cut], rest.token_ids])
+        versions = torch.cat([first.versions[:cut], rest.versions])
+        logprobs = torch.cat([first.engine_logprobs[:cut], rest.engine_logprobs])
+        whole = Completion(token_ids, logprobs, versions, rest.finish_reason, "")
+        micro = pack(shares_of([Group(group.prompt, (whole,))], [torch.ones(1)]))
+        assert versions.tolist() == [0] * cut + [1] * (PAGE + 5 - cut)
+        found = learner.logprobs(micro)[0]
+        assert torch.equal(found[cut:], logprobs[cut:])
+        assert not torch.equal(found[:cut], logprobs[:cut]), "those are the old version's"
 
 
 @pytest.mark.parametrize("threads", [(1, 2), (2, 1)], ids=str)

@@ -153,9 +153,11 @@ def test_the_gradient_is_that_of_a_plain_float64_model(small, entropy_coef: floa
     assert found["objective/loss"] == pytest.approx(float(loss.detach()) / num_tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
+@pytest.mark.parametrize(("scheme", "kv"), [("none", "fp32"), ("w8a8-int8", "int8"), ("w4a16", "int8")], ids=str)
 @pytest.mark.parametrize("objective", [Reinforce(), Grpo()], ids=["token_mean", "sequence_mean"])
-def test_neither_sharing_a_prompt_nor_the_micro_batch_changes_the_gradient(small, scheme, objective):
+def test_neither_sharing_a_prompt_nor_the_micro_batch_changes_the_gradient(small, scheme, kv, objective):
+    small = dataclasses.replace(small, kv=kv)
+
     def of(groups: list[Group], advantages: list[Tensor], **config: int) -> dict[str, Tensor]:
         return gradients(small.learner(scheme, objective, gradients="fp32", **UNCLIPPED, **config), groups, advantages)
 

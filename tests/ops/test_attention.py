@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +60,22 @@ def test_split_rotate_has_the_value_and_gradients_of_its_formula(with_norms):
     gradients = torch.autograd.grad(found, leaves, grads)
     exact_gradients = torch.autograd.grad(exact, wide_leaves, [grad.double() for grad in grads])
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+        assert_same(gradient, exact_gradient)
+
+
+def test_keys_and_values_rounded_as_for_an_int8_store_have_the_gradients_of_unrounded_ones():
+    leaves = [leaf.requires_grad_(True) for leaf in (torch.randn(len(POSITIONS), WIDTH), *torch.randn(2, DIM))]
+    q, keys, values = split_rotate(leaves[0], POSITIONS, replace(ROTATION, rounds_kv=True), (leaves[1], leaves[2]))
+    wide_leaves = wide(*leaves)
+    exact = written_out(wide_leaves[0], wide_leaves[1:])
+    assert_same(q.detach(), exact[0].detach())
+    for mine, theirs in zip((keys, values), exact[1:], strict=True):
+        steps = theirs.abs().amax(-1, keepdim=True) / 127
+        assert ((mine - theirs).abs() <= 0.501 * steps).all() and not torch.equal(mine.double(), theirs)
+        assert ((mine / steps).round() - mine / steps).abs().max() < 1e-3
+    grads = [torch.randn_like(part) for part in exact]
+    gradients = torch.autograd.grad((q, keys, values), leaves, [grad.float() for grad in grads])
+    for gradient, exact_gradient in zip(gradients, torch.autograd.grad(exact, wide_leaves, grads), strict=True):
         assert_same(gradient, exact_gradient)
 
 

@@ -14,9 +14,9 @@ from qarl.ops.reference import ReferenceKernels
 from qarl.quant.qtensor import dequantize_activations, quantize_activations
 from qarl.quant.scheme import Scheme, scheme_named
 
-T, D, V, EPS = 13, 64, 101, 1e-3
+T, D, V, EPS = 13, 128, 101, 1e-3
 
-every_head = pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "fp8"])
+every_head = pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "w16a16-int16", "w4a16", "fp8"])
 
 
 def head_of(scheme: Scheme, weight: Tensor, rows: int = V) -> Head:

@@ -2,14 +2,16 @@
 
 #include "lanes.h"
 
-#if defined(__AVX512F__)
-#define ROW_TILE 12
+#if LANES == 16
+#define ROW_TILE 12  // 24 sums in 32 registers
 #else
-#define ROW_TILE 4
+#define ROW_TILE 6  // 12 sums in 16 registers
 #endif
-#define PANEL 32  // output columns of one packed weight panel
+#define PANEL (2 * LANES)  // output columns of one packed weight panel
 
-// [n, k] row-major to panels [ceil(n / 32)][k][32], zero-padded.
+int64_t qarl_panel_columns(void) { return PANEL; }
+
+// [n, k] row-major to panels [ceil(n / PANEL)][k][PANEL], zero-padded.
 void qarl_pack_panels(const float *weight, int64_t n, int64_t k, float *packed) {
     int64_t panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static)
@@ -23,7 +25,7 @@ void qarl_pack_panels(const float *weight, int64_t n, int64_t k, float *packed) 
 }
 
 // One tile: `m` rows (a compile-time constant) times `k` rows of one panel, each output summed over k in order, on top
-// of what `tile` [m][32] holds.
+// of what `tile` [m][PANEL] holds.
 #define DEFINE_TILE(m)                                                                                     \
     static void tile_##m(const float *x, int64_t stride, const float *panel, int64_t k, float *tile) {     \
         vf low[m], high[m];                                                                                \
@@ -48,9 +50,9 @@ DEFINE_TILE(1)
 DEFINE_TILE(2)
 DEFINE_TILE(3)
 DEFINE_TILE(4)
-#if ROW_TILE == 12
 DEFINE_TILE(5)
 DEFINE_TILE(6)
+#if ROW_TILE == 12
 DEFINE_TILE(7)
 DEFINE_TILE(8)
 DEFINE_TILE(9)
@@ -61,13 +63,13 @@ DEFINE_TILE(12)
 
 typedef void (*tile_function)(const float *, int64_t, const float *, int64_t, float *);
 static const tile_function TILES[] = {
-    NULL, tile_1, tile_2, tile_3, tile_4,
+    NULL, tile_1, tile_2, tile_3, tile_4, tile_5, tile_6,
 #if ROW_TILE == 12
-    tile_5, tile_6, tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
+    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12,
 #endif
 };
 
-// Add `rows` rows of x, times `k` rows of a panel to their sums [rows][32].
+// Add `rows` rows of x, times `k` rows of a panel to their sums [rows][PANEL].
 static void accumulate(const float *x, int64_t stride, const float *panel, int64_t rows, int64_t k, float *sums) {
     for (int64_t t = 0; t < rows; t += ROW_TILE) {
         int64_t m = rows - t < ROW_TILE ? rows - t : ROW_TILE;
@@ -89,6 +91,7 @@ static void finish(const float *sums, const float *bias, const float *residual, 
 }
 
 #define ROW_BLOCK 240  // rows whose sums are kept at a time
+#define DEPTH 256      // of k at a time: this much of a panel stays in the first-level cache
 
 // y[rows, n] = x[rows, k] @ weight[n, k]^T (+ bias) (+ residual).
 void qarl_matmul(const float *x, const float *packed, const float *bias, const float *residual, int64_t rows, int64_t n,
@@ -100,7 +103,8 @@ void qarl_matmul(const float *x, const float *packed, const float *bias, const f
         for (int64_t t = 0; t < rows; t += ROW_BLOCK) {
             int64_t count = rows - t < ROW_BLOCK ? rows - t : ROW_BLOCK;
             memset(sums, 0, count * PANEL * sizeof(float));
-            accumulate(x + t * k, k, packed + p * k * PANEL, count, k, sums);
+            for (int64_t i = 0; i < k; i += DEPTH)
+                accumulate(x + t * k + i, k, packed + (p * k + i) * PANEL, count, k - i < DEPTH ? k - i : DEPTH, sums);
             finish(sums, bias, residual ? residual + t * n : NULL, count, n, p * PANEL, y + t * n);
         }
     }
@@ -108,8 +112,8 @@ void qarl_matmul(const float *x, const float *packed, const float *bias, const f
 
 // ---------------------------------------------------------------------------------------------- 4-bit weights
 
-// Codes [n, k] in [-7, 7] and scales [n, k / group] to panels of nibbles [panels][k][16 bytes], byte c holding columns
-// c (low) and c + 16 (high) as code + 8, and scales [panels][k / group][32].
+// Codes [n, k] in [-7, 7] and scales [n, k / group] to panels of nibbles [panels][k][LANES bytes], byte c holding
+// columns c (low) and c + LANES (high) as code + 8, and scales [panels][k / group][PANEL].
 void qarl_pack_int4(const int8_t *codes, const float *scales, int64_t n, int64_t k, int64_t group, uint8_t *nibbles,
                     float *panel_scales) {
     int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
@@ -130,7 +134,7 @@ void qarl_pack_int4(const int8_t *codes, const float *scales, int64_t n, int64_t
 
 // The fp32 weights of one group of one panel: code * scale, as `dequantize` has them.
 static void expand(const uint8_t *nibbles, const float *scales, int64_t group, float *panel) {
-    typedef uint8_t vu __attribute__((vector_size(16), aligned(1)));
+    typedef uint8_t vu __attribute__((vector_size(LANES), aligned(1)));
     vf low_scales = load(scales), high_scales = load(scales + LANES);
     for (int64_t i = 0; i < group; i++) {
         vu both = *(const vu *)(nibbles + i * LANES);

@@ -1,13 +1,13 @@
-// Sixteen lanes of fp32 and the row primitives that every kernel shares.
+// A vector of fp32 lanes as wide as this CPU's registers, and the row primitives that every kernel shares.
 //
 // All kernels obey one law: an output element sees the same sequence of floating-point operations whatever its
 // neighbours are. So rows may be batched, split over threads or computed alone, and the bits agree.
-//  - A reduction runs over one row in a fixed order: 16 lanes, lane = index % 16, lanes summed in one tree.
+//  - A reduction runs over one row in a fixed order: lane = index % LANES, lanes summed in one tree.
 //  - Rows are padded to whole vectors, so no element takes a scalar path with another `exp`.
 //  - Attention walks keys from position 0 of the sequence, wherever their rows are stored.
 //  - A GEMM output accumulates over k in order; threads split columns, never k.
-// `reference.py` defines the same operations in torch. Vectors are GCC/Clang vector extensions: the compiler
-// lowers 16 lanes to AVX-512, AVX2 or NEON.
+// `reference.py` defines the same operations in torch. Vectors are GCC/Clang vector extensions. Their width is the
+// machine's, for GCC keeps wider ones in memory, which makes every kernel tens of times slower.
 
 #pragma once
 
@@ -16,18 +16,29 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16
-typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
-typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
-static inline vf splat(float x) { return (vf){0} + x; }
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else  // SSE, NEON
+#define LANES 4
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int8_t vb __attribute__((vector_size(LANES), aligned(1)));
+
+static inline vf splat(float x) { return x - (vf){0}; }  // not x + 0, which would turn -0 to 0 and so cost an addition
 
 static inline vf load(const float *p) { return *(const vf *)p; }
 
 static inline void store(float *p, vf x) { *(vf *)p = x; }
 
-static inline vf load_part(const float *p, int64_t n, float fill) {  // the first n < 16 lanes, the rest `fill`
+static inline vf load_part(const float *p, int64_t n, float fill) {  // the first n < LANES lanes, the rest `fill`
     float buffer[LANES];
     for (int i = 0; i < LANES; i++) buffer[i] = i < n ? p[i] : fill;
     return load(buffer);
@@ -35,20 +46,34 @@ static inline vf load_part(const float *p, int64_t n, float fill) {  // the firs
 
 static inline void store_part(float *p, int64_t n, vf x) { memcpy(p, &x, n * sizeof(float)); }
 
-static inline vf vmax(vf a, vf b) {
+static inline vf vmax(vf a, vf b) {  // b where either is NaN
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     vi greater = a > b;
     return (vf)(((vi)a & greater) | ((vi)b & ~greater));
+#endif
 }
 
 static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
-typedef float v8 __attribute__((vector_size(32)));
 typedef float v4 __attribute__((vector_size(16)));
 
-static inline float sum_lanes(vf x) {  // always the same tree
+static inline float sum_lanes(vf x) {  // always the same tree: halves are added until one lane is left
+#if LANES == 16
+    typedef float v8 __attribute__((vector_size(32)));
     v8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
            __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    vf a = x;
+#endif
+#if LANES > 4
     v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+#else
+    v4 b = a;
+#endif
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
@@ -58,11 +83,40 @@ static inline float max_lanes(vf x) {
     return best;
 }
 
-// Round half to even. (Adding and subtracting 2^23 would be fused with a preceding product and round once only.)
-static inline vf round_even(vf x) {
-    float y[LANES];
-    for (int i = 0; i < LANES; i++) y[i] = __builtin_rintf(x[i]);
-    return load(y);
+// The nearest integers, halves to even. (Adding and subtracting 2^23 would be fused with a preceding product and round
+// once only.)
+static inline vi nearest(vf x) {
+#if LANES == 16
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif LANES == 8
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+    vi y;
+    for (int i = 0; i < LANES; i++) y[i] = (int32_t)__builtin_rintf(x[i]);
+    return y;
+#endif
+}
+
+static inline vb narrow(vi x) {  // of integers within int8
+#if LANES == 16
+    return (vb)_mm512_cvtepi32_epi8((__m512i)x);
+#elif LANES == 8
+    __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extractf128_si256((__m256i)x, 1));
+    int64_t bytes = _mm_cvtsi128_si64(_mm_packs_epi16(shorts, shorts));
+    return (vb)bytes;
+#else
+    return __builtin_convertvector(x, vb);
+#endif
+}
+
+static inline vf as_floats(vb x) {
+#if LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif LANES == 8 && defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x)));
+#else
+    return __builtin_convertvector(x, vf);
+#endif
 }
 
 // exp(x) for x <= 88; below -87 the result is 0; NaN stays NaN. Relative error below 2e-7 (Cephes' reduction and
@@ -103,9 +157,7 @@ static inline float row_amax(const float *x, int64_t n) {  // NaN when any eleme
     return max_lanes(best) + sum_lanes(poison);
 }
 
-static inline vb codes_of(vf x, vf inverse) {
-    return __builtin_convertvector(__builtin_convertvector(round_even(x * inverse), vi), vb);
-}
+static inline vb codes_of(vf x, vf inverse) { return narrow(nearest(x * inverse)); }
 
 #define SMALLEST_AMAX 0x1p-100f  // below it a row counts as zero
 

@@ -1,4 +1,4 @@
-// Row-wise operations: normalization, gating, quantization of activations, dequantization of sums.
+// Row-wise operations: normalization, gating, quantization of activations.
 
 #include "lanes.h"
 
@@ -102,22 +102,5 @@ void qarl_gated_quantize(const float *gate_up, int64_t rows, int64_t n, int8_t *
             scales[t] = quantize_row(y, n, 127.0f, codes + t * n);
         }
         free(y);
-    }
-}
-
-// y = accumulator * (row scale * column scale) (+ bias) (+ residual); bias and residual may be NULL.
-void qarl_dequantize(const int32_t *accumulator, const float *row_scales, const float *column_scales,
-                     const float *bias, const float *residual, int64_t rows, int64_t n, float *y) {
-#pragma omp parallel for schedule(static) if (rows * n > 16384)
-    for (int64_t t = 0; t < rows; t++) {
-        const int32_t *a = accumulator + t * n;
-        const float *r = residual ? residual + t * n : NULL;
-        float *out = y + t * n, row_scale = row_scales[t];
-        for (int64_t j = 0; j < n; j++) {
-            float value = (float)a[j] * (row_scale * column_scales[j]);
-            if (bias) value = value + bias[j];
-            if (r) value = value + r[j];
-            out[j] = value;
-        }
     }
 }

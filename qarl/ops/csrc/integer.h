@@ -1,0 +1,94 @@
+// What every integer GEMM shares: the packed layout, padded rows and the epilogue.
+//
+// y = (codes @ weight^T) * (row scale * column scale) (+ bias) (+ residual). Sums are exact integers, so neither tiling
+// nor threads nor the instruction set can change a bit; only the last few floating-point operations of an element are
+// ordered, and those are its own.
+//
+// Weights are packed once per published version as panels of 16 columns by groups of 4 along k, the layout that AMX
+// tiles, VNNI dot products and pairwise multiply-adds all want: [panels][k / 4][16 columns][4]. k is padded with zeros
+// to 64 and the panels to a multiple of 4. 16-bit codes are two int8 planes, code = 256 high + low.
+
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define COLUMNS 16      // of one panel
+#define BLOCK_PANELS 4  // panels are padded to a multiple of this
+#define K_MULTIPLE 64   // one AMX tile row
+
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+static inline int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
+
+typedef struct {  // everything an epilogue needs to finish rows of y
+    const float *row_scales, *column_scales, *bias, *residual;
+    float *y;
+    int64_t n;
+} epilogue;
+
+static inline void finish_row(const epilogue *e, int64_t row, int64_t first, int64_t columns, const float *sums) {
+    float row_scale = e->row_scales[row], *out = e->y + row * e->n + first;
+    const float *rest = e->residual ? e->residual + row * e->n + first : NULL;
+    for (int64_t j = 0; j < columns; j++) {
+        float value = sums[j] * (e->column_scales ? row_scale * e->column_scales[first + j] : row_scale);
+        if (e->bias) value = value + e->bias[first + j];
+        if (rest) value = value + rest[j];
+        out[j] = value;
+    }
+}
+
+static inline void finish_int8(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *sums) {
+    float values[BLOCK_PANELS * COLUMNS];
+    for (int64_t j = 0; j < columns; j++) values[j] = (float)sums[j];
+    finish_row(e, row, first, columns, values);
+}
+
+static inline void finish_int16(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *high,
+                                const int32_t *middle, const int32_t *low) {
+    float values[BLOCK_PANELS * COLUMNS];
+    for (int64_t j = 0; j < columns; j++)
+        values[j] = (float)((int64_t)high[j] * 65536 + (int64_t)middle[j] * 256 + low[j]);
+    finish_row(e, row, first, columns, values);
+}
+
+static inline void finish_wide(const epilogue *e, int64_t row, int64_t first, int64_t columns, const double *sums) {
+    float values[COLUMNS];
+    for (int64_t j = 0; j < columns; j++) values[j] = (float)sums[j];
+    finish_row(e, row, first, columns, values);
+}
+
+static inline void finish_mixed(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *high,
+                                const int32_t *low) {
+    float values[BLOCK_PANELS * COLUMNS];
+    for (int64_t j = 0; j < columns; j++) values[j] = (float)((int64_t)high[j] * 256 + low[j]);
+    finish_row(e, row, first, columns, values);
+}
+
+// Rows [rows, k] copied to [padded rows, padded k] with `flip` xor-ed in (0x80 turns int8 into offset uint8); padding
+// is arbitrary but finite work: its products are never read, and its k part meets zero weights.
+static inline int8_t *padded_rows(const int8_t *codes, int64_t rows, int64_t k, int64_t row_multiple, uint8_t flip) {
+    int64_t width = round_up(k, K_MULTIPLE), height = round_up(rows, row_multiple);
+    int8_t *copy = aligned_alloc(64, height * width);
+    memset(copy + rows * width, 0, (height - rows) * width);
+#pragma omp parallel for schedule(static) if (rows * k > 262144)
+    for (int64_t t = 0; t < rows; t++) {
+        for (int64_t i = 0; i < k; i++) copy[t * width + i] = (int8_t)(codes[t * k + i] ^ flip);
+        memset(copy + t * width + k, 0, width - k);
+    }
+    return copy;
+}
+
+// Split 16-bit codes in [-32512, 32512] into planes in [-127, 127] and [-128, 127].
+static void split_planes(const int16_t *codes, int64_t count, int8_t *high, int8_t *low) {
+#pragma omp parallel for schedule(static) if (count > 65536)
+    for (int64_t i = 0; i < count; i++) {
+        high[i] = (int8_t)((codes[i] + 128) >> 8);
+        low[i] = (int8_t)codes[i];
+    }
+}

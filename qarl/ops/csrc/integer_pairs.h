@@ -1,0 +1,182 @@
+// Integer GEMMs on multiply-adds of pairs of 16-bit numbers, which every CPU has in some form. Weights are widened on
+// the way to the registers, so rows of 16 bits, which the output head and gradients have, cost no more than rows of 8.
+
+#pragma once
+
+#include "integer.h"
+
+#if defined(__AVX512BW__)
+#define PAIRS 16  // sums of one vector, two of each column
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX2__)
+#define PAIRS 8
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define PAIRS 4
+#define EVEN_LANES 0, 2, 4, 6
+#define ODD_LANES 1, 3, 5, 7
+#endif
+
+typedef int32_t pair_sums __attribute__((vector_size(4 * PAIRS)));
+typedef int16_t shorts __attribute__((vector_size(4 * PAIRS)));
+
+static inline shorts widen(const int8_t *w) {
+#if PAIRS == 16
+    return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)w));
+#elif PAIRS == 8
+    return (shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+#else
+    typedef int8_t bytes __attribute__((vector_size(2 * PAIRS), aligned(1)));
+    return __builtin_convertvector(*(const bytes *)w, shorts);
+#endif
+}
+
+static inline shorts four_of(const int16_t *x) {  // x[0 .. 4], repeated
+    typedef int64_t quads __attribute__((vector_size(4 * PAIRS)));
+    int64_t four;
+    memcpy(&four, x, 8);
+    return (shorts)((quads){0} + four);
+}
+
+static inline pair_sums add_pairs(pair_sums sums, shorts x, shorts w) {  // + x[2i] w[2i] + x[2i + 1] w[2i + 1]
+#if PAIRS == 16 && defined(__AVX512VNNI__)
+    return (pair_sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+#elif PAIRS == 16
+    return sums + (pair_sums)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#elif PAIRS == 8 && defined(__AVXVNNI__)
+    return (pair_sums)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)x, (__m256i)w);
+#elif PAIRS == 8
+    return sums + (pair_sums)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#elif defined(__SSE2__)
+    return sums + (pair_sums)_mm_madd_epi16((__m128i)x, (__m128i)w);
+#else
+    for (int i = 0; i < PAIRS; i++) sums[i] += (int32_t)x[2 * i] * w[2 * i] + (int32_t)x[2 * i + 1] * w[2 * i + 1];
+    return sums;
+#endif
+}
+
+static inline void store_columns(pair_sums a, pair_sums b, int32_t *sums) {  // the two sums of a column become one
+    pair_sums columns = __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
+    memcpy(sums, &columns, sizeof columns);
+}
+
+#define PAIR_ROWS 6  // of one tile: with 2 vectors of columns 12 sums, in 16 registers
+
+// `m` rows (a compile-time constant) times PAIRS columns of one panel; rows of `sums` are COLUMNS apart.
+#define DEFINE_PAIR_TILE(m)                                                                                    \
+    static void pair_tile_##m(const int16_t *x, int64_t stride, const int8_t *w, int64_t groups,               \
+                              int32_t *sums) {                                                                 \
+        pair_sums a[m], b[m];                                                                                  \
+        for (int r = 0; r < m; r++) a[r] = b[r] = (pair_sums){0};                                              \
+        for (int64_t i = 0; i < groups; i++) {                                                                 \
+            shorts low = widen(w + i * 4 * COLUMNS), high = widen(w + i * 4 * COLUMNS + 2 * PAIRS);            \
+            _Pragma("GCC unroll 6") for (int r = 0; r < m; r++) {                                              \
+                shorts four = four_of(x + r * stride + i * 4);                                                 \
+                a[r] = add_pairs(a[r], four, low);                                                             \
+                b[r] = add_pairs(b[r], four, high);                                                            \
+            }                                                                                                  \
+        }                                                                                                      \
+        for (int r = 0; r < m; r++) store_columns(a[r], b[r], sums + r * COLUMNS);                             \
+    }
+DEFINE_PAIR_TILE(1)
+DEFINE_PAIR_TILE(2)
+DEFINE_PAIR_TILE(3)
+DEFINE_PAIR_TILE(4)
+DEFINE_PAIR_TILE(5)
+DEFINE_PAIR_TILE(6)
+
+typedef void (*pair_tile)(const int16_t *, int64_t, const int8_t *, int64_t, int32_t *);
+static const pair_tile PAIR_TILES[] = {NULL,        pair_tile_1, pair_tile_2, pair_tile_3,
+                                       pair_tile_4, pair_tile_5, pair_tile_6};
+
+// Sums of up to PAIR_ROWS rows and the columns of one panel, over `groups` groups of k.
+static inline void panel_sums(const int16_t *x, int64_t stride, const int8_t *w, int64_t rows, int64_t groups,
+                              int32_t *sums) {
+    for (int c = 0; c < COLUMNS; c += PAIRS) PAIR_TILES[rows](x, stride, w + 4 * c, groups, sums + c);
+}
+
+#define WIDE_GROUPS 128  // of 16-bit rows: 2 * 4 * 128 products of 32512 * 128 still fit int32
+
+// The same for 16-bit rows, times `factor` on top of `totals`; doubles hold these sums exactly.
+static void add_wide_sums(const int16_t *x, int64_t stride, const int8_t *w, int64_t rows, int64_t groups,
+                          double factor, double *totals) {
+    int64_t chunk = (groups + WIDE_GROUPS - 1) / WIDE_GROUPS;  // how many, then how large
+    chunk = (groups + chunk - 1) / chunk;
+    for (int64_t i = 0; i < groups; i += chunk) {
+        int32_t sums[PAIR_ROWS * COLUMNS];
+        panel_sums(x + i * 4, stride, w + i * 4 * COLUMNS, rows, at_most(chunk, groups - i), sums);
+        for (int64_t j = 0; j < rows * COLUMNS; j++) totals[j] += factor * sums[j];
+    }
+}
+
+#define CACHED_ROWS (1 << 17)  // 16-bit numbers: a block of rows that stays in the second-level cache
+
+// One panel's columns of `count` rows from `t` on. `low` NULL and `is_wide` unset: 8-bit codes on both sides.
+static void pair_panel(const int16_t *x, const int8_t *high, const int8_t *low, int is_wide, int64_t t, int64_t count,
+                       int64_t width, int64_t first, const epilogue *e) {
+    int64_t columns = at_most(COLUMNS, e->n - first), groups = width / 4;
+    for (int64_t end = t + count; t < end; t += PAIR_ROWS) {
+        int64_t rows = at_most(PAIR_ROWS, end - t);
+        if (!is_wide) {
+            int32_t sums[PAIR_ROWS * COLUMNS];
+            panel_sums(x + t * width, width, high, rows, groups, sums);
+            for (int64_t r = 0; r < rows; r++) finish_int8(e, t + r, first, columns, sums + r * COLUMNS);
+            continue;
+        }
+        double totals[PAIR_ROWS * COLUMNS] = {0};
+        add_wide_sums(x + t * width, width, high, rows, groups, low ? 256 : 1, totals);
+        if (low) add_wide_sums(x + t * width, width, low, rows, groups, 1, totals);
+        for (int64_t r = 0; r < rows; r++) finish_wide(e, t + r, first, columns, totals + r * COLUMNS);
+    }
+}
+
+static void multiply_in_pairs(const int16_t *x, const int8_t *high, const int8_t *low, int is_wide, int64_t rows,
+                              int64_t width, const epilogue *e) {
+    int64_t panels = round_up(e->n, COLUMNS) / COLUMNS;
+    int64_t block = CACHED_ROWS / width / PAIR_ROWS * PAIR_ROWS;
+    if (block < PAIR_ROWS) block = PAIR_ROWS;
+#pragma omp parallel
+    for (int64_t t = 0; t < rows; t += block) {
+#pragma omp for schedule(static) nowait
+        for (int64_t p = 0; p < panels; p++) {
+            int64_t at = p * width * COLUMNS;
+            pair_panel(x, high + at, low ? low + at : NULL, is_wide, t, at_most(block, rows - t), width, p * COLUMNS, e);
+        }
+    }
+}
+
+// 8-bit rows [rows, k] widened to [rows, width], zero-padded; the caller frees them.
+static int16_t *widened_rows(const int8_t *codes, int64_t rows, int64_t k, int64_t width) {
+    int16_t *wide = aligned_alloc(64, rows * width * sizeof(int16_t));
+#pragma omp parallel for schedule(static) if (rows * k > 65536)
+    for (int64_t t = 0; t < rows; t++) {
+        for (int64_t i = 0; i < k; i++) wide[t * width + i] = codes[t * k + i];
+        memset(wide + t * width + k, 0, (width - k) * sizeof(int16_t));
+    }
+    return wide;
+}
+
+static void pairs_int8(const int8_t *codes, const int8_t *packed, int64_t rows, int64_t k, const epilogue *e) {
+    int64_t width = round_up(k, K_MULTIPLE);
+    int16_t *x = widened_rows(codes, rows, k, width);
+    multiply_in_pairs(x, packed, NULL, 0, rows, width, e);
+    free(x);
+}
+
+// 16-bit rows times weights of two planes, or of one (`low` NULL).
+static void pairs_wide(const int16_t *codes, const int8_t *high, const int8_t *low, int64_t rows, int64_t k,
+                       const epilogue *e) {
+    int64_t width = round_up(k, K_MULTIPLE);
+    int16_t *padded = NULL;
+    if (width != k) {
+        padded = aligned_alloc(64, rows * width * sizeof(int16_t));
+        for (int64_t t = 0; t < rows; t++) {
+            memcpy(padded + t * width, codes + t * k, k * sizeof(int16_t));
+            memset(padded + t * width + k, 0, (width - k) * sizeof(int16_t));
+        }
+    }
+    multiply_in_pairs(padded ? padded : codes, high, low, 1, rows, width, e);
+    free(padded);
+}
