@@ -47,6 +47,8 @@ Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Batch = Annotated[Count, Parameter(help="Sequences at a time.")]
 PromptLength = Annotated[Count, Parameter(help="Tokens of every prompt.")]
 NewTokens = Annotated[Count, Parameter(help="Tokens of every completion.")]
+KvCache = Annotated[Literal["fp32", "int8"], Parameter(help="Number format of the engine's cached keys and values.")]
+Threads = Annotated[Count | None, Parameter(help="Threads to compute with; by default one a core, as torch takes.")]
 
 
 @app.command
@@ -133,12 +135,15 @@ def bench_rollout(
     batch: Batch = 64,
     prompt_len: PromptLength = 64,
     new_tokens: NewTokens = 64,
+    kv_cache: KvCache = "fp32",
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Tokens per second of the engine."""
-    from qarl.bench import rollout
+    from qarl.bench.runs import rollout
 
-    _answer(rollout(model, scheme, batch, prompt_len, new_tokens), as_json)
+    _use_threads(threads)
+    _answer(rollout(model, scheme, batch, prompt_len, new_tokens, kv_cache), as_json)
 
 
 @bench.command(name="learner")
@@ -149,11 +154,13 @@ def bench_learner(
     batch: Batch = 16,
     prompt_len: PromptLength = 64,
     new_tokens: NewTokens = 64,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Tokens per second of the learner's update."""
-    from qarl.bench import learner
+    from qarl.bench.runs import learner
 
+    _use_threads(threads)
     _answer(learner(model, scheme, batch, prompt_len, new_tokens), as_json)
 
 
@@ -169,12 +176,15 @@ def bench_step(
     ] = None,
     new_tokens: NewTokens = 32,
     alignment: Alignment = "auto",
+    kv_cache: KvCache = "fp32",
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Seconds of a whole training step."""
-    from qarl.bench import step
+    from qarl.bench.runs import step
 
-    _answer(step(model, scheme, batch, group_size, prompt_len, new_tokens, alignment), as_json)
+    _use_threads(threads)
+    _answer(step(model, scheme, batch, group_size, prompt_len, new_tokens, alignment, kv_cache), as_json)
 
 
 @bench.command(name="kernels")
@@ -183,12 +193,24 @@ def bench_kernels(
     model: Model = "smollm2-135m",
     scheme: Scheme = "w8a8-int8",
     batch: Batch = 64,
+    context: Annotated[Count, Parameter(help="Tokens that every sequence sees.")] = 128,
+    kv_cache: KvCache = "fp32",
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of each operation at the model's sizes."""
-    from qarl.bench import kernels
+    """Speed of every operation of one decode step."""
+    from qarl.bench.kernels import kernels
 
-    _answer(kernels(model, scheme, batch), as_json)
+    _use_threads(threads)
+    _answer(kernels(model, scheme, batch, context, kv_cache), as_json)
+
+
+def _use_threads(count: int | None) -> None:
+    """The kernels share torch's OpenMP threads."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
 
 
 @app.command
@@ -259,23 +281,36 @@ def _answer(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _lines(result: Mapping[str, Any], indent: str = "") -> list[str]:
-    """`key  value` lines; tables are indented below their key, lists of tables have one line an entry."""
+    """`key  value` lines; what is nested is indented below its key, lists of mappings as tables."""
     width = max((len(key) for key in result), default=0)
     lines = []
     for key, value in result.items():
         if isinstance(value, Mapping):
             lines += [f"{indent}{key}", *_lines(value, indent + "  ")]
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            rows = ("  ".join(f"{name} {_shown(one)}" for name, one in row.items()) for row in value)
-            lines += [f"{indent}{key}", *(f"{indent}  {row}" for row in rows)]
+            lines += [f"{indent}{key}", *(f"{indent}  {line}" for line in _table(value))]
         else:
             lines.append(f"{indent}{key:<{width}}  {_shown(value)}")
     return lines
 
 
-def _shown(value: object) -> str:
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Aligned columns under their keys, whose words stand on one another; text to the left, numbers to the right."""
+    height = max(len(name.split("_")) for name in rows[0])
+    columns = []
+    for name in rows[0]:
+        words, values = name.split("_"), [row[name] for row in rows]
+        cells = [""] * (height - len(words)) + words + [_shown(value, digits=4) for value in values]
+        width = max(map(len, cells))
+        is_text = all(isinstance(value, str) for value in values)
+        columns.append([cell.ljust(width) if is_text else cell.rjust(width) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
+def _shown(value: object, digits: int = 6) -> str:
     if isinstance(value, float):
-        return f"{value:.6g}"
+        # Large figures in full: nobody reads 1.2e+04 in a column.
+        return f"{value:.0f}" if 10**digits <= abs(value) < 1e12 else f"{value:.{digits}g}"
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "none"
     return "-" if value is None else str(value)

@@ -43,7 +43,7 @@ class Completion:
 
     `token_ids` [T] int64; `engine_logprobs` [T] float32, of the distribution sampled from (after
     temperature); `versions` [T] int64, the weight version that produced each token. `text` is decoded for
-    rewards and people, and is never encoded back.
+    rewards and people, and is never encoded back. One that is "aborted" is not finished, perhaps not begun (T = 0).
     """
 
     token_ids: Tensor

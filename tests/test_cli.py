@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from qarl.bench import roofline, timing
+from qarl.cli import _table
 from qarl.cli import run_command as run
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "recipes" / "smoke.toml")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks whose figures nobody reads."""
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "BEST_OF_SECONDS", 0.01)
+    monkeypatch.setattr(roofline, "PEAK_SIZES", ((32, 128, 128),))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -32,6 +42,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["eval", "tiny"], "of a bare model --prompts is required"),
         (["eval", "tiny", "--prompts", "arithmetik"], "did you mean 'arithmetic'?"),
         (["bench", "rollout", "--batch", "0"], "Must be >= 1"),
+        (["bench", "rollout", "--kv-cache", "fp8"], "Choose from"),
+        (["bench", "kernels", "--model", "tiny", "--context", "4096"], "--context 4096 exceeds the model's context of"),
         (["align", "tiny"], "--scheme requires an argument"),
     ],
 )
@@ -115,3 +127,50 @@ def test_train_then_eval_then_train_again(capsys: pytest.CaptureFixture[str], tm
     assert "already holds a run" in capsys.readouterr().err
     assert run([*command, "--learner.lr=1.0"]) == 2
     assert "other values of learner.lr" in capsys.readouterr().err
+
+
+def test_a_benchmark_answers_in_json_and_tells_progress_apart(capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    sizes = ["--batch", "2", "--prompt-len", "4", "--new-tokens", "3"]
+    options = ["--model", "tiny", "--kv-cache", "int8", "--threads", "2"]
+    assert run(["bench", "rollout", *options, *sizes, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    assert (found["new_tokens"], found["kv_cache"], found["threads"]) == (3, "int8", 2)
+    assert "rollout 0:" in said.err and "(warm-up)" in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["learner", "--batch", "2"], ["step", "--batch", "2", "--group-size", "2", "--kv-cache", "int8"]]
+)
+def test_updates_and_steps_take_a_number_of_threads(
+    capsys: pytest.CaptureFixture[str], quick: None, arguments: list[str]
+) -> None:
+    more = ["--model", "tiny", "--prompt-len", "4", "--new-tokens", "3", "--threads", "2", "--json"]
+    assert run(["bench", *arguments, *more]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["threads"] == 2
+
+
+def test_kernels_are_a_table_for_people_and_json_for_programs(capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    command = ["bench", "kernels", "--model", "tiny", "--scheme", "none", "--batch", "2", "--context", "40"]
+    assert run([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["operations"][-1]["operation"] == "sample"
+    assert run(command) == 0
+    table = capsys.readouterr().out.partition("\noperations\n")[2].splitlines()
+    names = [row["operation"] for row in found["operations"]]
+    assert [line[2:16].strip() for line in table[-len(names) :]] == names
+    assert {len(line) for line in table[-len(names) :]} == {len(table[-1])}
+
+
+def test_a_table_has_text_to_the_left_and_numbers_to_the_right() -> None:
+    rows = [
+        {"operation": "norm", "us_per_call": 12.34567, "share": None},
+        {"operation": "head GEMM", "us_per_call": 3456789.0, "share": 0.5},
+    ]
+    assert _table(rows) == [
+        "                us",
+        "               per",
+        "operation     call  share",
+        "norm         12.35      -",
+        "head GEMM  3456789    0.5",
+    ]

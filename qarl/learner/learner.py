@@ -198,11 +198,25 @@ class LocalLearner:
                 tokens_BT=micro.tokens_BL,
             )
         )
-        report.loss.backward()
         if not is_first and self._is_exact():
+            report.loss.backward()
             return report.metrics  # the weights have moved since the rollout: this is no mismatch
-        learner = new_S.detach() if self._is_exact() else old_BL[micro.mask_BL]
-        return report.metrics | mismatch_metrics(learner, micro.engine_BL[micro.mask_BL])
+        engine_S = micro.engine_BL[micro.mask_BL]
+        learner_S = new_S.detach() if self._is_exact() else old_BL[micro.mask_BL]
+        if self._is_exact():
+            self._require_equal(learner_S, engine_S)
+        report.loss.backward()
+        return report.metrics | mismatch_metrics(learner_S, engine_S)
+
+    def _require_equal(self, learner_S: Tensor, engine_S: Tensor) -> None:
+        """RunError unless the bits agree: the engine's log-probabilities stand for the old policy's, unchecked later."""
+        if not torch.equal(learner_S, engine_S):
+            largest = float((learner_S - engine_S).abs().max())
+            raise RunError(
+                f"version {self.version}: engine and learner promise equal log-probabilities, but of {len(engine_S)} "
+                f"tokens {int((learner_S != engine_S).sum())} differ, by up to {largest:.3g}; `qarl align` finds the "
+                "layer. Nothing was trained on them"
+            )
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         if self._reference is None:

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from qarl.ops.kernels import kernels
 from qarl.ops.reference import KVCodes, KVStore, Spans, rotate
-from qarl.ops.rows import rms_norm_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +106,8 @@ class _SplitRotate(torch.autograd.Function):
         if qkv is not None:
             counts = [rotation.heads, rotation.kv_heads, rotation.kv_heads]
             q, k, _ = qkv.view(len(qkv), -1, rotation.dim).split(counts, 1)
-            dq, dq_gain = rms_norm_backward(dq, q, q_gain, rotation.eps)
-            dk, dk_gain = rms_norm_backward(dk, k, k_gain, rotation.eps)
+            dq, dq_gain = kernels().rms_norm_backward(dq, q, q_gain, rotation.eps)
+            dk, dk_gain = kernels().rms_norm_backward(dk, k, k_gain, rotation.eps)
         return torch.cat([dq, dk, dv], 1).flatten(1), None, None, dq_gain, dk_gain
 
 

@@ -44,6 +44,7 @@ class CpuKernels(ReferenceKernels):
 
     `integer_level`: 2 where 8-bit GEMMs run on AMX tiles, 1 on VNNI dot products, 0 on multiply-adds of 16-bit pairs.
     `panel`: columns that a packed fp32 or 4-bit weight holds together, two vectors of this CPU.
+    `gain_rows`: rows whose gradients of a norm's gain are summed together.
     """
 
     name = "cpu"
@@ -53,6 +54,7 @@ class CpuKernels(ReferenceKernels):
         self.library = library
         self.integer_level = int(library.qarl_integer_level())
         self.panel = int(library.qarl_panel_columns())
+        self.gain_rows = int(library.qarl_gain_rows())
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         x_TD, y = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
@@ -93,17 +95,33 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_gated_quantize(address(gate_up_TF), rows, width, address(codes), address(scales))
         return codes, scales
 
+    def rms_norm_backward(self, grad_TD: Tensor, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        grad_TD, x_TD = grad_TD.contiguous(), x_TD.contiguous()
+        as_float(grad_TD, x_TD, gain_D)
+        width = x_TD.shape[-1]
+        rows = x_TD.numel() // width
+        grad_x, grad_gains = torch.empty_like(x_TD), torch.empty(-(-rows // self.gain_rows), width)
+        inputs = map(address, (grad_TD, x_TD, gain_D))
+        self.library.qarl_rms_norm_backward(*inputs, eps, rows, width, address(grad_x), address(grad_gains))
+        return grad_x, grad_gains.sum(0)
+
+    def gated_backward(self, grad_TF: Tensor, gate_up: Tensor) -> Tensor:
+        as_float(grad_TF, gate_up)
+        grad = torch.empty_like(gate_up)
+        self.library.qarl_gated_backward(address(grad_TF), address(gate_up), *grad_TF.shape, address(grad))
+        return grad
+
     def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Panels of 16 columns by groups of 4 along K; 16-bit codes as two planes of bytes."""
+        """Panels of 16 columns by groups of 4 along K."""
         n, k = codes_NK.shape
         rows, width = round_up(n, 64), round_up(k, 64)
+        packed = torch.empty(rows * width, dtype=codes_NK.dtype)
         if codes_NK.dtype == torch.int16:
-            planes = (torch.empty(rows * width, dtype=torch.int8), torch.empty(rows * width, dtype=torch.int8))
-            self.library.qarl_pack_int16(address(codes_NK), n, k, *map(address, planes))
-            return PackedCodes(codes_NK, planes)
-        plane, corrections = torch.empty(rows * width, dtype=torch.int8), torch.empty(rows, dtype=torch.int32)
-        self.library.qarl_pack_int8(address(codes_NK), n, k, address(plane), address(corrections))
-        return PackedCodes(codes_NK, (plane,), corrections)
+            self.library.qarl_pack_int12(self.integer_level, address(codes_NK), n, k, address(packed))
+            return PackedCodes(codes_NK, packed)
+        corrections = torch.empty(rows, dtype=torch.int32)
+        self.library.qarl_pack_int8(address(codes_NK), n, k, address(packed), address(corrections))
+        return PackedCodes(codes_NK, packed, corrections)
 
     def integer_matmul(
         self,
@@ -119,10 +137,10 @@ class CpuKernels(ReferenceKernels):
         (rows, k), n = codes_TK.shape, len(weight.codes)
         assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
         y = torch.empty(rows, n)
-        left = map(address, (codes_TK, row_scales_T, *weight.planes))
+        left = map(address, (codes_TK, row_scales_T, weight.packed))
         rest = (*map(address, (column_scales_N, bias_N, residual_TN)), rows, n, k, address(y))
         if codes_TK.dtype == torch.int16:
-            self.library.qarl_int16_matmul(self.integer_level, *left, *rest)
+            self.library.qarl_int12_matmul(self.integer_level, *left, *rest)
         else:
             self.library.qarl_int8_matmul(self.integer_level, *left, address(weight.corrections), *rest)
         return y

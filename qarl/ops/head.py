@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm, prepare_rows
 from qarl.ops.operand import Operand
-from qarl.ops.rows import rms_norm_backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logits = _grad_logits(grad_logits, targets[at], grad_T[at], grad_entropy_T[at], entropy[at], call)
             torch.mm(grad_logits, dense_VD, out=grad_normed[at])
             grad_weight[: len(dense_VD)].addmm_(grad_logits.t(), call.operand.rows_as_float(rows))
-        grad_hidden, grad_gain = rms_norm_backward(grad_normed, hidden, gain, call.eps)
+        grad_hidden, grad_gain = kernels().rms_norm_backward(grad_normed, hidden, gain, call.eps)
         return None, grad_hidden, None, grad_gain, grad_weight
 
 

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import Operand, Rows
-from qarl.ops.rows import gated_backward, rms_norm_backward
 from qarl.quant.formats import INT8
 
 
@@ -125,9 +124,9 @@ class _Project(torch.autograd.Function):
         grad_rows, grad_weight = call.operand.gradients(grad_TN, rows, call.integer_gradients)
         grad_gain = None
         if norm is not None:
-            grad_rows, grad_gain = rms_norm_backward(grad_rows, x, norm.gain, norm.eps)
+            grad_rows, grad_gain = kernels().rms_norm_backward(grad_rows, x, norm.gain, norm.eps)
         elif call.prologue == "gated":
-            grad_rows = gated_backward(grad_rows, x)
+            grad_rows = kernels().gated_backward(grad_rows, x)
         grads = list(grad_weight.split(call.heights))
         if any(call.has_bias):
             grad_biases = grad_TN.sum(0).split(call.heights)

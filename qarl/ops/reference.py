@@ -37,13 +37,13 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCodes:
-    """Integer weight codes [N, K] and, for kernels that want another layout, the same in `planes`.
+    """Integer weight codes [N, K] and, for kernels that want another layout, the same as `packed`.
 
-    `corrections` [N, padded] belong to a plane of 8-bit codes (see `csrc/gemm_integer.c`).
+    `corrections` [N, padded] belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
     """
 
     codes: Tensor
-    planes: tuple[Tensor, ...] = ()
+    packed: Tensor | None = None
     corrections: Tensor | None = None
 
 
@@ -120,8 +120,25 @@ class ReferenceKernels:
     def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
         return self.quantize_rows(self.gated(gate_up_TF))
 
+    def rms_norm_backward(self, grad_TD: Tensor, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Gradients of RMSNorm with respect to x (shape of x) and gain [D]; leading axes of x are rows."""
+        inverse = torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + eps)
+        unit = x_TD * inverse
+        grad_gain = (grad_TD * unit).flatten(0, -2).sum(0)
+        grad_unit = grad_TD * gain_D
+        grad_x = (grad_unit - unit * (grad_unit * unit).mean(-1, keepdim=True)) * inverse
+        return grad_x, grad_gain
+
+    def gated_backward(self, grad_TF: Tensor, gate_up: Tensor) -> Tensor:
+        """Gradient of silu(gate) * up with respect to gate_up [T, 2F], gate first."""
+        gate, up = gate_up.chunk(2, -1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        grad_gate = grad_TF * up * (sigmoid + silu * (1 - sigmoid))
+        return torch.cat([grad_gate, grad_TF * silu], -1)
+
     def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Weight codes (int8, or int16 in [-32512, 32512]) in the layout that `integer_matmul` wants."""
+        """Weight codes (int8, or int16 in [-2047, 2047]) in the layout that `integer_matmul` wants."""
         return PackedCodes(codes_NK)
 
     def integer_matmul(
@@ -135,7 +152,7 @@ class ReferenceKernels:
     ) -> Tensor:
         """codes @ weight^T as exact integers, times both scales, plus bias, plus residual.
 
-        Both sides are int8 or both int16. Sums are rounded to fp32 once, where they pass 2^24.
+        Both sides are int8, or both 12-bit codes in int16. Sums are rounded to fp32 once, where they pass 2^24.
         """
         if codes_TK.dtype == torch.int16:
             # Sums of up to 2^53 / 2^30 products are exact in float64.

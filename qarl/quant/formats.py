@@ -71,7 +71,10 @@ class E4M3Format:
 NumberFormat = IntegerFormat | E4M3Format
 
 INT16 = IntegerFormat("int16", bits=16, largest=127.0 * 256.0)
-"""Two int8 planes, code = 256 high + low with |high| <= 127: integer GEMMs multiply it exactly plane by plane."""
+"""For gradients. Two int8 planes, code = 256 high + low with |high| <= 127: GEMMs may multiply plane by plane."""
+
+INT12 = IntegerFormat("int12", bits=12, largest=2047.0)
+"""As precise as bf16 in a dot product, and narrow enough that 512 products fit an int32 sum."""
 
 INT8 = IntegerFormat("int8", bits=8, largest=127.0)
 INT4 = IntegerFormat("int4", bits=4, largest=7.0)

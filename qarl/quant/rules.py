@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
-HEAD, HEAD_SCHEME = "lm_head", "w16a16-int16"
+HEAD, HEAD_SCHEME = "lm_head", "w12a12-int12"
 """The output head of integer schemes: a fifth of a small model's work, several times faster than in fp32, and far
 below the noise of the scheme itself (docs/alignment.md)."""
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from qarl.errors import ConfigurationError, suggestion
-from qarl.quant.formats import E4M3, INT4, INT8, INT16, NumberFormat
+from qarl.quant.formats import E4M3, INT4, INT8, INT12, NumberFormat
 from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
 
 
@@ -77,7 +77,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
         Scheme("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
         # Nearly full precision (steps of amax / 32512) from exact integer GEMMs: meant for the output head.
-        Scheme("w16a16-int16", Quantizer(INT16, PerRow()), Quantizer(INT16, PerRow())),
+        Scheme("w12a12-int12", Quantizer(INT12, PerRow()), Quantizer(INT12, PerRow())),
         # The smaller groups serve widths such as SmolLM2-135M's 576, which is no multiple of 128.
         _weight_only_int4("w4a16", 128, narrower=("w4a16-g64", "w4a16-g32")),
         _weight_only_int4("w4a16-g64", 64),

@@ -6,7 +6,7 @@ neighbours: attention takes any list of spans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -42,9 +42,9 @@ def empty_store(shape: tuple[int, int, int], kv: KVFormat) -> KVStore:
 
 @dataclass(slots=True)
 class Region:
-    """The rows of one request (or of a shared prompt): `length` of them are written."""
+    """The rows of one request (or of a shared prompt): `length` of them are written. No pages: none reserved yet."""
 
-    pages: list[int]
+    pages: list[int] = field(default_factory=list)
     length: int = 0
 
     def next_rows(self, count: int) -> list[int]:

@@ -1,7 +1,9 @@
 """Our own engine: continuous batching over the learner's operations, so that log-probabilities agree.
 
 Token in, token out. A prompt is prefilled once for its whole group; requests join and leave the batch at every
-step; every random number belongs to its completion. Shape letters: B running requests, D hidden, V vocabulary.
+step; every random number belongs to its completion. So a rollout can be stopped after any step and resumed, and
+`generate` is to resume completions that have no tokens yet. Shape letters: T tokens of a forward, B running requests,
+D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ from qarl.sync.snapshot import operands_of, unquantized, verify
 
 Progress = Callable[[int, int], None]
 """Called with (finished, total) completions as a rollout goes on."""
+
+Stop = Callable[[int, int], bool]
+"""Asked with (finished, total) completions after every step whether to abort the others."""
+
+Run = tuple[SharedPrompt | Request, Sequence[int]]
+"""Tokens to compute next, and whose they are."""
 
 
 @dataclass(slots=True)
@@ -78,32 +86,60 @@ class NativeEngine:
         last = self._last_occupancy
         return {"perf/bubble": Last(1.0 - last.busy_seconds / last.seconds if last.seconds else 0.0)}
 
-    @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
         """Complete every prompt `group_size` times; a function of the weights and the seed alone.
 
+        Once `stop` says so, whatever is not finished is returned as it is: "aborted", perhaps without a token.
         ConfigurationError for a prompt that cannot fit the model's context or the cache, before anything is
         sampled. RunError for a log-probability that is not finite.
         """
+        return self.resume(unstarted(prompts, group_size), sampling, seed, stop)
+
+    @torch.no_grad()
+    def resume(
+        self, groups: Sequence[Group], sampling: Sampling, seed: tuple[int, ...], stop: Stop | None = None
+    ) -> list[Group]:
+        """Go on with the aborted completions of these groups; the finished ones are returned as they are.
+
+        All the groups of a call of `generate`, in its order and with its seed and sampling: then what was aborted and
+        resumed, however often, equals the unbroken completion. The tokens there are, which count in
+        `max_new_tokens`, keep their log-probabilities and versions; their keys and values are computed again, with the
+        weights of now. Errors are those of `generate`, and ConfigurationError for a completion already at the limit.
+        """
         assert self.version >= 0, "generate before load"
-        self.check_fit(prompts, sampling)
-        requests = make_requests(prompts, group_size, seed)
-        run = Rollout(self, sampling, len(requests), self.cache_for(prompts, group_size, sampling))
-        run.all(requests)
-        self._last_occupancy = run.occupancy
+        requests = requests_of(groups, seed)
+        if requests:
+            self._run(requests, sampling, sum(len(group.completions) for group in groups), stop)
+        resumed = iter([self._completion(request) for request in requests])
         return [
-            Group(prompt, tuple(self._completion(r) for r in requests[g * group_size : (g + 1) * group_size]))
-            for g, prompt in enumerate(prompts)
+            Group(group.prompt, tuple(next(resumed) if c.finish_reason == "aborted" else c for c in group.completions))
+            for group in groups
         ]
+
+    def _run(self, requests: Sequence[Request], sampling: Sampling, total: int, stop: Stop | None) -> None:
+        shared = list(dict.fromkeys(request.shared for request in requests))
+        prompts = [one.prompt for one in shared]
+        self.check_fit(prompts, sampling)
+        check_limit(requests, sampling)
+        cache = self.cache_for(prompts, max(one.waiting for one in shared), sampling)
+        run = Rollout(self, sampling, total, cache, finished=total - len(requests))
+        run.all(requests, stop)
+        self._last_occupancy = run.occupancy
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
+        new = len(request.token_ids) - len(request.versions)
         return Completion(
-            token_ids=torch.tensor(request.token_ids),
+            token_ids=torch.tensor(request.token_ids, dtype=torch.int64),
             engine_logprobs=torch.tensor(request.logprobs, dtype=torch.float32),
-            versions=torch.full((len(request.token_ids),), self.version),
+            versions=torch.tensor(request.versions + [self.version] * new, dtype=torch.int64),
             finish_reason=request.finish_reason,
             text=self.decode(request.token_ids),
         )
@@ -131,7 +167,10 @@ class NativeEngine:
                 )
 
     def cache_for(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> KVCache:
-        """A cache with room for this rollout, or for as much of it as the budget holds; reused when big enough."""
+        """A cache with room for up to `group_size` completions of each prompt, or for what the budget holds of them.
+
+        The one there is, emptied, when it is big enough.
+        """
         running = min(self.config.max_concurrency, len(prompts) * group_size)
         # Requests are admitted in order, so running ones belong to neighbouring groups: these many, if no group lags.
         groups = min(len(prompts), -(-running // group_size) + 1)
@@ -145,124 +184,132 @@ class NativeEngine:
         return self.cache
 
 
+def unstarted(prompts: Sequence[Prompt], group_size: int) -> list[Group]:
+    """Groups as `generate` would return them if it were stopped before its first step."""
+    nothing = torch.tensor([], dtype=torch.int64)
+    completion = Completion(nothing, torch.tensor([], dtype=torch.float32), nothing, "aborted", "")
+    return [Group(prompt, (completion,) * group_size) for prompt in prompts]
+
+
 def make_requests(prompts: Sequence[Prompt], group_size: int, seed: tuple[int, ...]) -> list[Request]:
     """`group_size` requests for every prompt, in order, sharing the prompt."""
+    return requests_of(unstarted(prompts, group_size), seed)
+
+
+def requests_of(groups: Sequence[Group], seed: tuple[int, ...]) -> list[Request]:
+    """A request for every aborted completion, in order; those of a group share the prompt."""
     requests = []
     repeats: Counter[str] = Counter()
-    for prompt in prompts:
-        shared = SharedPrompt(prompt, waiting=group_size)
-        for index in range(group_size):
+    for group in groups:
+        prompt = group.prompt
+        aborted = [(i, c) for i, c in enumerate(group.completions) if c.finish_reason == "aborted"]
+        shared = SharedPrompt(prompt, waiting=len(aborted))
+        for index, completion in aborted:
             # How often a prompt came before tells apart two equal ones; its place in the batch must not matter.
-            key = stream_key((*seed, repeats[prompt.id]), prompt.id, index)
-            requests.append(Request(shared, index, key))
+            request = Request(shared, index, stream_key((*seed, repeats[prompt.id]), prompt.id, index))
+            request.token_ids = completion.token_ids.tolist()
+            request.logprobs = completion.engine_logprobs.tolist()
+            request.versions = completion.versions.tolist()
+            requests.append(request)
         repeats[prompt.id] += 1
     return requests
 
 
-class Rollout:
-    """One call of `generate`: who runs, who waits, and the steps until all are done."""
+def check_limit(requests: Sequence[Request], sampling: Sampling) -> None:
+    """ConfigurationError for a request that may not have one more token."""
+    for request in requests:
+        if len(request.token_ids) >= sampling.max_new_tokens:
+            raise ConfigurationError(
+                f"prompt {request.shared.prompt.id}, completion {request.index}: cannot be resumed, it has "
+                f"{len(request.token_ids)} tokens and sampling.max_new_tokens = {sampling.max_new_tokens} counts them; "
+                "raise it"
+            )
 
-    def __init__(self, engine: NativeEngine, sampling: Sampling, total: int, cache: KVCache) -> None:
+
+class Rollout:
+    """One call of `generate` or `resume`: who runs, who waits, and the steps until all are done or aborted.
+
+    `total` counts all completions of the call, `finished` those that need no step (any more).
+    """
+
+    def __init__(self, engine: NativeEngine, sampling: Sampling, total: int, cache: KVCache, finished: int = 0) -> None:
         self.engine = engine
         self.decoder = engine.decoder
         self.sampling = sampling
         self.cache = cache
         self.total = total
-        self.finished = 0
+        self.finished = finished
         self.running: list[Request] = []
-        self.occupancy = _Occupancy(min(engine.config.max_concurrency, total))
+        self.occupancy = _Occupancy(min(engine.config.max_concurrency, total - finished))
 
-    def all(self, requests: Sequence[Request]) -> None:
+    def all(self, requests: Sequence[Request], stop: Stop | None = None) -> None:
         queue = deque(requests)
         while queue or self.running:
             started = time.perf_counter()
-            continuing = list(self.running)
-            admitted = self._admit(queue)
-            self._prefill([r.shared for r in admitted])
-            if continuing:
-                self._decode(continuing)
-            if admitted:
-                self._first_tokens(admitted)
+            self._prefill(self._admit(queue))
+            self._step()
             self.occupancy.add(len(self.running), time.perf_counter() - started)
             self._retire()
+            if stop is not None and stop(self.finished, self.total):
+                self._abort(queue)
 
     def _admit(self, queue: deque[Request]) -> list[Request]:
         """Let in waiting requests, in order, while there are places and pages for all they may need."""
         admitted: list[Request] = []
         while queue and len(self.running) < self.engine.config.max_concurrency:
             request, shared = queue[0], queue[0].shared
-            prompt_length = len(shared.prompt.token_ids)
-            needed = pages_for(self.sampling.max_new_tokens) + (0 if shared.region else pages_for(prompt_length))
-            if needed > self.cache.free_pages:
+            prompt_length = 0 if shared.region.pages else len(shared.prompt.token_ids)
+            if pages_for(self.sampling.max_new_tokens) + pages_for(prompt_length) > self.cache.free_pages:
                 break
             queue.popleft()
-            shared.region = shared.region or self.cache.reserve(prompt_length)
+            if prompt_length:
+                shared.region = self.cache.reserve(prompt_length)
             request.region = self.cache.reserve(self.sampling.max_new_tokens)
             self.running.append(request)
             admitted.append(request)
         return admitted
 
-    def _prefill(self, prompts: Sequence[SharedPrompt]) -> None:
-        """Compute new prompts, several in one forward, a long one in chunks."""
-        new = list(dict.fromkeys(shared for shared in prompts if shared.hidden is None))
-        todo = deque((shared, 0) for shared in new)
+    def _prefill(self, admitted: Sequence[Request]) -> None:
+        """Compute new prompts, then the tokens requests came with; several in one forward, a long run in chunks."""
+        owners: list[SharedPrompt | Request] = [*dict.fromkeys(request.shared for request in admitted), *admitted]
+        todo = deque(owner for owner in owners if owner.to_prefill())
         while todo:
             room = self.engine.config.prefill_tokens
-            batch: list[tuple[SharedPrompt, int, int]] = []
+            batch: list[Run] = []
             while todo and room > 0:
-                shared, first = todo.popleft()
-                length = len(shared.prompt.token_ids)
-                last = min(length, first + room)
-                room -= last - first
-                batch.append((shared, first, last))
-                if last < length:
-                    todo.appendleft((shared, last))
+                tokens = todo[0].to_prefill()
+                batch.append((todo[0], tokens[:room]))
+                if len(tokens) <= room:
+                    todo.popleft()
+                room -= len(tokens)
             self._prefill_batch(batch)
 
-    def _prefill_batch(self, batch: Sequence[tuple[SharedPrompt, int, int]]) -> None:
-        tokens: list[int] = []
-        slots: list[int] = []
-        for shared, first, last in batch:
-            assert shared.region is not None
-            tokens += shared.prompt.token_ids[first:last]
-            slots += shared.region.next_rows(last - first)
-        visible = [range(first + 1, last + 1) for _, first, last in batch]
-        regions = [shared.region.spans() for shared, _, _ in batch if shared.region is not None]
-        hidden = self._forward(tokens, [count - 1 for counts in visible for count in counts], slots, regions, visible)
-        end = 0
-        for shared, first, last in batch:
-            end += last - first
-            if last == len(shared.prompt.token_ids):
-                shared.hidden = hidden[end - 1].clone()
+    def _prefill_batch(self, batch: Sequence[Run]) -> None:
+        hidden_TD = self._forward(batch)
+        for (owner, _), rows in zip(batch, hidden_TD.split([len(tokens) for _, tokens in batch]), strict=True):
+            if isinstance(owner, SharedPrompt):
+                owner.hidden = rows[-1].clone()  # of a prompt in chunks, the last one's stands
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """One more token for each."""
-        positions = [r.position for r in requests]
-        slots: list[int] = []
-        regions: list[list[tuple[int, int]]] = []
-        for request in requests:
-            assert request.region is not None and request.shared.region is not None
-            slots += request.region.next_rows(1)
-            regions.append(request.shared.region.spans() + request.region.spans())
-        visible = [[position + 1] for position in positions]
-        hidden = self._forward([r.token_ids[-1] for r in requests], positions, slots, regions, visible)
-        self._sample(requests, hidden)
+    def _step(self) -> None:
+        """One more token for every running request."""
+        begun = [r for r in self.running if r.token_ids]
+        fresh = [r for r in self.running if not r.token_ids]
+        if begun:
+            self._sample(begun, self._forward([(r, r.token_ids[-1:]) for r in begun]))
+        if fresh:
+            hidden = [r.shared.hidden for r in fresh]
+            self._sample(fresh, torch.stack([h for h in hidden if h is not None]))
 
-    def _first_tokens(self, requests: Sequence[Request]) -> None:
-        hidden = [r.shared.hidden for r in requests]
-        self._sample(requests, torch.stack([h for h in hidden if h is not None]))
-
-    def _forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: Sequence[int],
-        regions: Sequence[Sequence[tuple[int, int]]],
-        visible: Sequence[Sequence[int]],
-    ) -> Tensor:
+    def _forward(self, runs: Sequence[Run]) -> Tensor:
+        """Hidden states of these tokens, whose keys and values are stored by it; a prompt precedes its requests."""
+        visible = [range(owner.next_position + 1, owner.next_position + len(new) + 1) for owner, new in runs]
+        slots = [row for owner, new in runs for row in owner.region.next_rows(len(new))]
+        # Only now: a request sees all of its prompt, also what this very forward stores of it.
+        spans = spans_of([owner.spans() for owner, _ in runs], visible)
+        tokens = torch.tensor([token for _, new in runs for token in new])
+        positions = torch.tensor([count - 1 for counts in visible for count in counts])
         cache = Cache(self.cache.keys, self.cache.values, torch.tensor(slots))
-        spans = spans_of(regions, visible)
-        return self.decoder.hidden_cached(torch.tensor(tokens), torch.tensor(positions), spans, spans.longest, cache)
+        return self.decoder.hidden_cached(tokens, positions, spans, spans.longest, cache)
 
     def _sample(self, requests: Sequence[Request], hidden_BD: Tensor) -> None:
         logits_BV = logits(self.decoder.head(), hidden_BD)
@@ -284,7 +331,6 @@ class Rollout:
         for request in self.running:
             if request.finish_reason is None:
                 continue
-            assert request.region is not None and request.shared.region is not None
             self.cache.release(request.region)
             request.shared.waiting -= 1
             if request.shared.waiting == 0:
@@ -294,3 +340,11 @@ class Rollout:
         if self.engine.progress is not None and len(still) < len(self.running):
             self.engine.progress(self.finished, self.total)
         self.running = still
+
+    def _abort(self, queue: deque[Request]) -> None:
+        """Leave everybody where they are, and nothing in the cache."""
+        for request in (*self.running, *queue):
+            request.finish_reason = "aborted"
+        self.running.clear()
+        queue.clear()
+        self.cache.release_all()

@@ -19,26 +19,52 @@ class SharedPrompt:
 
     prompt: Prompt
     waiting: int
-    region: Region | None = None
+    region: Region = field(default_factory=Region)
     hidden: Tensor | None = None
+
+    @property
+    def next_position(self) -> int:
+        """Position in the whole sequence of the first token whose keys and values are not stored."""
+        return self.region.length
+
+    def to_prefill(self) -> Sequence[int]:
+        """Tokens to be stored before one can be sampled."""
+        return self.prompt.token_ids[self.region.length :]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the keys of the sequence lie so far, from position 0 on."""
+        return self.region.spans()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion: what it continues, where it keeps its keys, what it has so far."""
+    """One completion: what it continues, where it keeps its keys, what it has so far.
+
+    It may come with tokens, as one that was aborted does; `versions` are those of the tokens it came with. Its newest
+    token is never stored: computing it is what predicts the next.
+    """
 
     shared: SharedPrompt
     index: int
     stream: int
-    region: Region | None = None
+    region: Region = field(default_factory=Region)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
-    def position(self) -> int:
-        """Position of the newest token in the whole sequence."""
-        return len(self.shared.prompt.token_ids) + len(self.token_ids) - 1
+    def next_position(self) -> int:
+        """As of a shared prompt."""
+        return len(self.shared.prompt.token_ids) + self.region.length
+
+    def to_prefill(self) -> Sequence[int]:
+        """As of a shared prompt: nothing, but where it came with tokens."""
+        return self.token_ids[self.region.length : -1]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """As of a shared prompt; that comes first."""
+        return self.shared.spans() + self.region.spans()
 
     def take(self, token: int, logprob: float, stop_token_ids: Sequence[int], max_new_tokens: int) -> None:
         """Append a sampled token and notice the end."""

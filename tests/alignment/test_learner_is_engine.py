@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,11 +13,9 @@ from qarl.learner.learner import LocalLearner
 from qarl.metrics import values
 from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
-from qarl.records import Completion, Group, Sampling
-from qarl.rollout import native
+from qarl.records import Group, Sampling
 from qarl.rollout.cache import PAGE
-from qarl.rollout.native import NativeEngine
-from qarl.rollout.seeds import uniforms
+from qarl.rollout.native import NativeEngine, Stop
 from qarl.sync.checksum import checksum
 
 pytestmark = pytest.mark.skipif(
@@ -106,7 +105,7 @@ def test_every_temperature_is_exact(small, temperature: float):
 
 
 @pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "w4a16", "fp8"])
-@pytest.mark.parametrize(("head", "tied"), [("w8a8-int8", True), ("w8a8-int8", False), ("w16a16-int16", True)])
+@pytest.mark.parametrize(("head", "tied"), [("w8a8-int8", True), ("w8a8-int8", False), ("w12a12-int12", True)])
 def test_a_quantized_head_is_exact_and_still_learns(small, scheme: str, head: str, tied: bool):
     small = dataclasses.replace(small, config=dataclasses.replace(small.config, tie_embeddings=tied))
     learner = small.learner(scheme, rules={"lm_head": head})
@@ -130,24 +129,15 @@ def test_completions_of_several_pages_are_exact(small):
     assert_aligned(learner, groups)
 
 
-def unbroken(small, engine: NativeEngine) -> list[Group]:
+def rollout(small, engine: NativeEngine, stop: Stop | None = None) -> list[Group]:
     """One completion a prompt, of more than a page."""
-    return engine.generate(small.prompts(*LENGTHS), 1, small.sampling, (0,))
+    return engine.generate(small.prompts(*LENGTHS), 1, small.sampling, (0,), stop)
 
 
-def resumed(small, engine: NativeEngine, groups: list[Group], cut: int) -> list[Completion]:
-    """What comes after the first `cut` tokens: these go to the engine behind the prompt, as it has no other way.
-
-    The draws are those of the places in the whole completion, which the engine would count from 0 again.
-    """
-    longer = [
-        dataclasses.replace(g.prompt, token_ids=(*g.prompt.token_ids, *g.completions[0].token_ids[:cut].tolist()))
-        for g in groups
-    ]
-    sampling = dataclasses.replace(small.sampling, max_new_tokens=small.sampling.max_new_tokens - cut)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "uniforms", lambda keys, places: uniforms(keys, [place + cut for place in places]))
-        return [group.completions[0] for group in engine.generate(longer, 1, sampling, (0,))]
+def after(steps: int) -> Stop:
+    """Stops a rollout after that many steps."""
+    asked = itertools.count(1)
+    return lambda finished, total: next(asked) >= steps
 
 
 @pytest.fixture
@@ -167,33 +157,67 @@ in_three_ways = pytest.mark.parametrize(
 def test_a_completion_aborted_and_resumed_is_the_unbroken_one(long, scheme: str, kv, cut: int):
     long = dataclasses.replace(long, kv=kv)
     engine = long.engine(long.learner(scheme).publish(), prefill_tokens=24, max_concurrency=3)
-    groups = unbroken(long, engine)
-    for group, rest in zip(groups, resumed(long, engine, groups, cut), strict=True):
-        assert torch.equal(rest.token_ids, group.completions[0].token_ids[cut:])
-        assert torch.equal(rest.engine_logprobs, group.completions[0].engine_logprobs[cut:])
+    unbroken, groups = rollout(long, engine), rollout(long, engine, after(cut))
+    assert [len(group.completions[0]) for group in groups] == [cut, cut, cut, 0]
+    for found, expected in zip(engine.resume(groups, long.sampling, (0,)), unbroken, strict=True):
+        assert torch.equal(found.completions[0].token_ids, expected.completions[0].token_ids)
+        assert torch.equal(found.completions[0].engine_logprobs, expected.completions[0].engine_logprobs)
 
 
 @aborted
 @in_three_ways
 def test_resumed_with_new_weights_each_token_has_the_logprob_of_its_versions_learner(long, scheme: str, kv, cut: int):
     long = dataclasses.replace(long, kv=kv)
-    learner, engine = long.learner(scheme), long.engine()
+    learner, engine = long.learner(scheme), long.engine(prefill_tokens=24)
     engine.load(learner.publish())
-    groups = unbroken(long, engine)
+    groups = rollout(long, engine, after(cut))
     assert_aligned(learner, groups)
     learner.update(groups, long.advantages(groups))
     engine.load(learner.publish())
-    for group, rest in zip(groups, resumed(long, engine, groups, cut), strict=True):
-        first = group.completions[0]
-        token_ids = torch.cat([first.token_ids[:cut], rest.token_ids])
-        versions = torch.cat([first.versions[:cut], rest.versions])
-        logprobs = torch.cat([first.engine_logprobs[:cut], rest.engine_logprobs])
-        whole = Completion(token_ids, logprobs, versions, rest.finish_reason, "")
-        micro = pack(shares_of([Group(group.prompt, (whole,))], [torch.ones(1)]))
-        assert versions.tolist() == [0] * cut + [1] * (PAGE + 5 - cut)
+    for old, group in zip(groups, engine.resume(groups, long.sampling, (0,)), strict=True):
+        whole = group.completions[0]
+        assert whole.versions.tolist() == [0] * cut + [1] * (PAGE + 5 - cut)
+        assert torch.equal(whole.token_ids[:cut], old.completions[0].token_ids)
+        assert torch.equal(whole.engine_logprobs[:cut], old.completions[0].engine_logprobs)
+        found = learner.logprobs(pack(shares_of([group], [torch.ones(1)])))[0]
+        assert torch.equal(found[cut:], whole.engine_logprobs[cut:])
+        assert not torch.equal(found[:cut], whole.engine_logprobs[:cut]), "those are the old version's"
+
+
+@in_three_ways
+def test_resumed_twice_each_token_has_the_logprob_of_its_versions_learner(long, scheme: str, kv):
+    long = dataclasses.replace(long, kv=kv)
+    learners = [long.learner(scheme, seed=version) for version in range(3)]
+    engine = long.engine(prefill_tokens=24, max_concurrency=2)
+    groups: list[Group] = []
+    for version, learner in enumerate(learners):
+        engine.load(dataclasses.replace(learner.publish(), version=version))
+        stop = after(9) if version < 2 else None
+        groups = engine.resume(groups, long.sampling, (0,), stop) if groups else rollout(long, engine, stop)
+    versions = [group.completions[0].versions.tolist() for group in groups]
+    assert versions == [[0] * 9 + [1] * 9 + [2] * (PAGE - 13)] * 2 + [[2] * (PAGE + 5)] * 2
+    micro = pack(shares_of(groups, [torch.ones(1)] * len(groups)))
+    reported, made_by = micro.engine_BL[micro.mask_BL], torch.tensor([*itertools.chain(*versions)])
+    for version, learner in enumerate(learners):
+        learner.publish()
         found = learner.logprobs(micro)[0]
-        assert torch.equal(found[cut:], logprobs[cut:])
-        assert not torch.equal(found[:cut], logprobs[:cut]), "those are the old version's"
+        assert torch.equal(found[made_by == version], reported[made_by == version])
+
+
+def test_of_a_stopped_rollout_the_learner_trains_on_what_is_finished(small):
+    learner = small.learner("w8a8-int8")
+    engine = small.engine(learner.publish(), max_concurrency=6)
+    groups = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, (0,), lambda finished, total: finished >= 5)
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion) for completion in completions if completion.finish_reason == "aborted"]
+    assert len(lengths) <= 7 and min(lengths) == 0 < max(lengths)
+    advantages = [
+        torch.where(torch.tensor([c.finish_reason == "aborted" for c in group.completions]), torch.nan, ones)
+        for group, ones in zip(groups, small.advantages(groups), strict=True)
+    ]
+    assert_aligned(learner, groups)
+    found = values(learner.update(groups, advantages))
+    assert (found["mismatch/bit_equal"], found["mismatch/max_abs"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("threads", [(1, 2), (2, 1)], ids=str)

@@ -427,7 +427,7 @@ def test_flipped_codes_are_counted_over_all_modules():
             "c.weight": torch.tensor(c, dtype=torch.int16),
             "norm.weight": torch.tensor([float(sum(a))]),
         }
-        return Snapshot(0, tensors, {"a": "w8a8-int8", "b": "fp8", "c": "w16a16-int16"}, "")
+        return Snapshot(0, tensors, {"a": "w8a8-int8", "b": "fp8", "c": "w12a12-int12"}, "")
 
     before = snapshot([1, 2, 3, 4], [1.0, 2.0, 4.0, 8.0], [300, 600])
     after = snapshot([1, 3, 3, -4], [1.0, 2.0, 4.0, -8.0], [300, -600])

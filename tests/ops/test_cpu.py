@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qarl.ops.cpu import LONGEST_SUM, CpuKernels
 from qarl.ops.reference import Spans, visible_rows
-from qarl.quant.formats import INT4, INT8, INT16
+from qarl.quant.formats import INT4, INT8, INT12, INT16
 from qarl.quant.qtensor import quantize_rows
 
 WIDTHS = (1, 15, 16, 17, 576, 1000)
@@ -87,7 +87,7 @@ def test_a_row_that_is_not_finite_gets_scale_nan_wherever_the_bad_value_stands(c
     for place in {0, width // 2, width - 1}:
         x = torch.randn(3, width)
         x[1, place] = bad
-        for grid in (INT8, INT16):
+        for grid in (INT8, INT12):
             codes, scales = cpu.quantize_rows(x, grid)
             assert scales.isnan().tolist() == [False, True, False]
             assert not codes[1].any()
@@ -186,12 +186,12 @@ def integer_product(cpu: CpuKernels, codes: Tensor, weight: Tensor) -> Tensor:
     return found / rows[:, None] / columns
 
 
-every_code = pytest.mark.parametrize(("dtype", "largest"), [(torch.int8, 127), (torch.int16, 32512)])
+every_code = pytest.mark.parametrize(("dtype", "largest"), [(torch.int8, 127), (torch.int16, 2047)])
 
 
 @pytest.fixture(params=[0, 1, 2])
 def each_level(request: pytest.FixtureRequest, cpu: CpuKernels) -> CpuKernels:
-    """Torch's integer GEMM, VNNI and AMX, as far as this processor goes."""
+    """Pairs, VNNI and AMX, as far as this processor goes."""
     if request.param > cpu.integer_level:
         pytest.skip("this processor has no such instructions")
     cpu.integer_level = request.param

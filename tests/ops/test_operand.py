@@ -33,7 +33,7 @@ def test_integer_schemes_are_those_with_integer_activations_and_a_scale_a_row():
     assert [name for name, scheme in SCHEMES.items() if is_integer(scheme)] == [
         "w8a8-int8",
         "w4a8-int8",
-        "w16a16-int16",
+        "w12a12-int12",
     ]
 
 

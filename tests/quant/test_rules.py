@@ -21,8 +21,8 @@ def llama(layers: int = 2) -> list[tuple[str, tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("scheme", "head"),
     [
-        ("w8a8-int8", "w16a16-int16"),
-        ("w4a8-int8", "w16a16-int16"),
+        ("w8a8-int8", "w12a12-int12"),
+        ("w4a8-int8", "w12a12-int12"),
         ("w4a16", "none"),
         ("fp8", "none"),
         ("none", "none"),

@@ -35,7 +35,7 @@ def test_inputs_that_do_not_fill_whole_groups_are_refused_with_the_module_and_a_
         SCHEMES[name].check_shape("layers.0.q_proj", (576, 544))
     message = str(refused.value)
     assert message.startswith(f"layers.0.q_proj: in_features 544 is not a multiple of {multiple}")
-    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w16a16-int16, w4a16-g32, fp8: " in message
+    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w12a12-int12, w4a16-g32, fp8: " in message
     SCHEMES[name].check_shape("layers.0.q_proj", (576, 5 * multiple))
 
 

@@ -1,14 +1,19 @@
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 
 from qarl.errors import ConfigurationError, RunError
+from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
-from qarl.records import Group, Prompt, Sampling
+from qarl.readings import completion_metrics
+from qarl.records import Completion, Group, Prompt, Sampling
+from qarl.rewards.scorer import Scorer
+from qarl.rewards.shape import Length, Repetition
 from qarl.rollout.cache import PAGE, bytes_per_token
-from qarl.rollout.native import make_requests
+from qarl.rollout.native import NativeEngine, Stop, make_requests
 from qarl.sync.disk import read_snapshot, write_snapshot
 from qarl.sync.snapshot import take_snapshot
 
@@ -29,6 +34,20 @@ def assert_same(found: list[Group], expected: list[Group]) -> None:
 
 def tokens_of(groups: list[Group]) -> list[list[int]]:
     return [completion.token_ids.tolist() for group in groups for completion in group.completions]
+
+
+def completions_of(groups: list[Group]) -> list[Completion]:
+    return [completion for group in groups for completion in group.completions]
+
+
+def after(steps: int) -> Stop:
+    """Stops a rollout after that many steps."""
+    asked = itertools.count(1)
+    return lambda finished, total: next(asked) >= steps
+
+
+def is_empty(engine: NativeEngine) -> bool:
+    return engine.cache is not None and engine.cache.free_pages == engine.cache.num_pages
 
 
 @pytest.fixture
@@ -323,3 +342,149 @@ def test_nothing_is_generated_before_weights_are_loaded(small):
     assert engine.version == -1
     with pytest.raises(AssertionError, match="before load"):
         engine.generate(small.prompts(3), 1, small.sampling, SEED)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 10, 16])
+@pytest.mark.parametrize(
+    "config", [{}, {"max_concurrency": 5, "prefill_tokens": 3}, {"kv_bytes": 4 * 32768, "prefill_tokens": 38}], ids=str
+)
+def test_a_rollout_stopped_at_any_moment_and_resumed_is_the_unbroken_one(small, published, expected, config, steps):
+    engine = small.engine(published[0], **config)
+    partial = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, SEED, after(steps))
+    assert is_empty(engine)
+    for found, whole in zip(completions_of(partial), completions_of(expected), strict=True):
+        length = len(found)
+        assert found.token_ids.tolist() == whole.token_ids[:length].tolist()
+        assert torch.equal(found.engine_logprobs, whole.engine_logprobs[:length])
+        assert found.versions.tolist() == [0] * length
+        assert found.finish_reason == (whole.finish_reason if length == len(whole) else "aborted")
+        assert found.text == str(found.token_ids.tolist())
+    assert_same(engine.resume(partial, small.sampling, SEED), expected)
+    assert is_empty(engine)
+
+
+def test_stopped_before_anything_is_finished_the_running_have_a_token_and_the_waiting_none(small, published, expected):
+    seen: list[tuple[int, int]] = []
+    engine = small.engine(published[0], lambda *counts: seen.append(counts), max_concurrency=4)
+    partial = engine.generate(small.prompts(*LENGTHS), 3, NO_STOP, SEED, lambda *_: True)
+    assert seen == []
+    assert [len(completion) for completion in completions_of(partial)] == [1] * 4 + [0] * 8
+    for completion in completions_of(partial):
+        assert completion.finish_reason == "aborted"
+        assert (completion.token_ids.dtype, completion.versions.dtype) == (torch.int64, torch.int64)
+        assert completion.engine_logprobs.dtype == torch.float32
+        assert len(completion) == len(completion.engine_logprobs) == len(completion.versions)
+
+
+def test_stop_is_asked_after_every_step_until_it_says_so(small, published):
+    asked: list[tuple[int, int]] = []
+
+    def stop(finished: int, total: int) -> bool:
+        asked.append((finished, total))
+        return finished >= 4
+
+    engine = small.engine(published[0], max_concurrency=4)
+    partial = engine.generate(small.prompts(*LENGTHS), 3, NO_STOP, SEED, stop)
+    assert asked == [(0, 12)] * 9 + [(4, 12)]
+    asked.clear()
+    engine.resume(partial, NO_STOP, SEED, lambda finished, total: stop(finished, total) and finished == total)
+    assert asked == [(4, 12)] * 9 + [(8, 12)] * 10 + [(12, 12)]
+
+
+@pytest.mark.skipif(not kernels().exact_matmul, reason="floating-point GEMMs depend on the batch")
+@pytest.mark.parametrize("cut", [PAGE - 1, PAGE, PAGE + 1])
+@pytest.mark.parametrize(
+    ("scheme", "kv"), [("none", "fp32"), ("none", "int8"), ("w8a8-int8", "fp32"), ("w8a8-int8", "int8")]
+)
+@pytest.mark.parametrize("prefill_tokens", [20, 2048])
+def test_stopped_at_the_edge_of_a_page_and_resumed_is_unbroken_too(small, scheme, kv, cut: int, prefill_tokens: int):
+    """In chunks shorter than prompt and completion, and in one forward with the prompt."""
+    small = dataclasses.replace(small, kv=kv)
+    sampling = Sampling(temperature=0.8, max_new_tokens=PAGE + 5)
+    engine = small.engine(small.learner(scheme).publish(), prefill_tokens=prefill_tokens)
+    prompts = small.prompts(3, 40)
+    unbroken = engine.generate(prompts, 2, sampling, SEED)
+    partial = engine.generate(prompts, 2, sampling, SEED, after(cut))
+    assert [len(completion) for completion in completions_of(partial)] == [cut] * 4
+    assert_same(engine.resume(partial, sampling, SEED), unbroken)
+    assert is_empty(engine)
+
+
+def test_resumed_again_and_again_for_a_single_step_is_unbroken_too(small, published, expected):
+    engine = small.engine(published[0], max_concurrency=5, prefill_tokens=7)
+    groups = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, SEED, after(1))
+    resumed = 0
+    while any(completion.finish_reason == "aborted" for completion in completions_of(groups)):
+        groups = engine.resume(groups, small.sampling, SEED, after(1))
+        assert is_empty(engine)
+        resumed += 1
+    assert resumed > small.sampling.max_new_tokens
+    assert_same(groups, expected)
+
+
+def test_what_is_finished_is_returned_as_it_is(small, published):
+    engine = small.engine(published[0], max_concurrency=4)
+    partial = engine.generate(small.prompts(*LENGTHS), 3, NO_STOP, SEED, lambda finished, _: finished > 0)
+    whole = engine.resume(partial, NO_STOP, SEED)
+    same = [a is b for a, b in zip(completions_of(partial), completions_of(whole), strict=True)]
+    assert same == [True] * 4 + [False] * 8
+    again = engine.resume(whole, NO_STOP, SEED, lambda *_: pytest.fail("there is no step to make"))
+    assert all(a is b for a, b in zip(completions_of(whole), completions_of(again), strict=True))
+
+
+def test_the_second_of_two_equal_prompts_keeps_its_randomness_when_the_first_is_finished(small, published):
+    [prompt] = small.prompts(6)
+    engine = small.engine(published[0], max_concurrency=2)
+    unbroken = engine.generate([prompt, prompt], 2, NO_STOP, SEED)
+    partial = engine.generate([prompt, prompt], 2, NO_STOP, SEED, after(13))
+    assert [len(completion) for completion in completions_of(partial)] == [10, 10, 3, 3]
+    assert_same(engine.resume(partial, NO_STOP, SEED), unbroken)
+
+
+def test_resumed_greedily_is_unbroken_too(small, published):
+    greedy = Sampling(temperature=0.0, max_new_tokens=8)
+    engine, prompts = small.engine(published[0]), small.prompts(*LENGTHS)
+    partial = engine.generate(prompts, 1, greedy, SEED, after(3))
+    assert_same(engine.resume(partial, greedy, SEED), engine.generate(prompts, 1, greedy, SEED))
+
+
+def test_new_tokens_carry_the_version_that_made_them_and_old_ones_keep_theirs(small, published):
+    engine = small.engine(published[0], max_concurrency=5)
+    partial = engine.generate(small.prompts(*LENGTHS), 3, NO_STOP, SEED, after(4))
+    engine.load(dataclasses.replace(small.learner("w8a8-int8", seed=1).publish(), version=6))
+    for old, new in zip(completions_of(partial), completions_of(engine.resume(partial, NO_STOP, SEED)), strict=True):
+        assert new.versions.tolist() == [0] * len(old) + [6] * (10 - len(old))
+        assert new.token_ids[: len(old)].tolist() == old.token_ids.tolist()
+        assert torch.equal(new.engine_logprobs[: len(old)], old.engine_logprobs)
+        assert new.text == str(new.token_ids.tolist())
+
+
+def test_the_limit_counts_the_tokens_there_are(small, published):
+    engine = small.engine(published[0])
+    unbroken = engine.generate(small.prompts(4), 2, NO_STOP, SEED)
+    partial = engine.generate(small.prompts(4), 2, NO_STOP, SEED, after(6))
+    [group] = engine.resume(partial, dataclasses.replace(NO_STOP, max_new_tokens=7), SEED)
+    assert [c.token_ids.tolist() for c in group.completions] == [tokens[:7] for tokens in tokens_of(unbroken)]
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
+    with pytest.raises(ConfigurationError, match=r"prompt small/0, completion 0: .* 6 tokens .*max_new_tokens = 6"):
+        engine.resume(partial, dataclasses.replace(NO_STOP, max_new_tokens=6), SEED)
+
+
+def test_resuming_takes_no_idle_time_for_what_was_finished_before(small, published):
+    engine = small.engine(published[0])
+    partial = engine.generate(small.prompts(3, 4), 2, NO_STOP, SEED, after(3))
+    finished = Completion(*(torch.zeros(0),) * 3, "stop", "")
+    mixed = [Group(group.prompt, (finished, *group.completions[1:])) for group in partial]
+    engine.resume(mixed, NO_STOP, SEED)
+    assert engine.metrics()["perf/bubble"].value() == 0.0
+
+
+def test_an_aborted_completion_without_tokens_is_scored_and_measured(small, published):
+    engine = small.engine(published[0], max_concurrency=1)
+    groups = engine.generate(small.prompts(3, 4), 2, NO_STOP, SEED, after(12))
+    assert [len(completion) for completion in completions_of(groups)] == [10, 2, 0, 0]
+    first, second = Scorer([Length(token_cost=0.01), Repetition()], max_error_share=1.0)(groups)
+    assert first.total.isnan().tolist() == [False, True] and second.total.isnan().tolist() == [True, True]
+    found = completion_metrics(groups)
+    assert found["completion/length_mean"].value() == 3.0
+    assert found["completion/truncated"].value() == 0.25

@@ -1,6 +1,7 @@
 import pytest
 
 from qarl.records import Prompt
+from qarl.rollout.cache import Region
 from qarl.rollout.request import Request, SharedPrompt, spans_of
 
 
@@ -26,11 +27,27 @@ def test_the_limit_ends_a_request_but_a_stop_token_in_the_last_place_is_a_stop(l
     assert request.finish_reason == reason
 
 
-def test_positions_count_from_the_prompts_first_token():
+def test_the_next_position_counts_what_is_stored_of_prompt_and_completion():
     request = make_request(prompt_length=5)
-    assert request.position == 4
-    request.take(9, -1.0, (), 4)
-    assert request.position == 5
+    request.shared.region = Region([7])
+    assert (request.shared.next_position, request.shared.to_prefill()) == (0, (0, 1, 2, 3, 4))
+    assert request.shared.region.next_rows(3) == [224, 225, 226]
+    assert (request.shared.next_position, request.shared.to_prefill()) == (3, (3, 4))
+    request.shared.region.next_rows(2)
+    assert (request.shared.next_position, request.shared.to_prefill()) == (5, ())
+    assert (request.next_position, request.to_prefill()) == (5, [])
+
+
+def test_of_the_tokens_a_request_came_with_the_newest_is_left_for_decoding():
+    request = make_request(prompt_length=5)
+    request.token_ids = [9, 8, 7]
+    request.shared.region, request.region = Region([7], length=5), Region([2])
+    assert (request.next_position, request.to_prefill()) == (5, [9, 8])
+    request.region.next_rows(1)
+    assert (request.next_position, request.to_prefill()) == (6, [8])
+    assert request.spans() == [(224, 5), (64, 1)]
+    request.region.next_rows(1)
+    assert (request.next_position, request.to_prefill()) == (7, [])
 
 
 def test_the_layout_of_a_forward_worked_by_hand():

@@ -28,7 +28,7 @@ def test_a_snapshot_has_hugging_face_names_and_a_checksum_of_all(small):
     expected = {name for name, _ in decoder.named_parameters()}
     expected |= {f"{module}.weight_scale" for module in snapshot.schemes} | {"lm_head.weight"}
     assert snapshot.tensors.keys() == expected
-    assert set(snapshot.schemes.values()) == {"w8a8-int8", "w16a16-int16"}
+    assert set(snapshot.schemes.values()) == {"w8a8-int8", "w12a12-int12"}
     assert len(snapshot.schemes) == 7 * small.config.num_layers + 1
     assert snapshot.version == 4
     assert snapshot.checksum == checksum(snapshot.tensors)

@@ -169,7 +169,7 @@ ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t
         for (int64_t h = 0; h < heads; h++) {
             float *out = scores + h * padded + first;
             store(out, sum_each(partial[h]) * splat(scale));
-            for (int64_t jj = visible - first; jj < LANES; jj++) out[jj] = -INFINITY;
+            for (int64_t jj = visible < first ? 0 : visible - first; jj < LANES; jj++) out[jj] = -INFINITY;
         }
     }
 }
@@ -278,51 +278,142 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
 
 // ---------------------------------------------------------------------------------------------- gradients
 
+#define BLOCK_QUERIES 8  // neighbours of one sequence, whose share of a key's gradient is added at once
+
 static inline float dot(const float *a, const float *b, int64_t d) {
     vf sum = splat(0);
     for (int64_t i = 0; i < d; i += LANES) sum = sum + load_up_to(a + i, d - i) * load_up_to(b + i, d - i);
     return sum_lanes(sum);
 }
 
-static inline void add_scaled(float *y, float factor, const float *x, int64_t d) {  // y += factor * x
-    int64_t i = 0;
-    for (; i + LANES <= d; i += LANES) store(y + i, load(y + i) + splat(factor) * load(x + i));
-    if (i < d) store_part(y + i, d - i, load_part(y + i, d - i, 0) + splat(factor) * load_part(x + i, d - i, 0));
+typedef struct {  // what the gradient of attention reads and writes; see `qarl_attention_backward`
+    const float *grad, *q, *out, *lse;
+    kv_store keys, values;
+    float *dq, *dk, *dv;
+    float scale;
+    int64_t heads, d;
+} attention_gradient;
+
+// Probabilities p and score gradients ds of one query's `heads` heads from `head` on, [heads, padded], zero past
+// `visible`; writes dq. `rows` are those of the block's last query, `padded` of them.
+ALWAYS_INLINE void query_gradient(const attention_gradient *a, const int64_t *rows, int64_t t, int64_t g, int64_t head,
+                                  int64_t visible, int64_t padded, int64_t heads, int64_t d, float *p, float *ds) {
+    int64_t at = (t * a->heads + head) * d;
+    const float ones[MOST_HEADS] = {1, 1, 1, 1};
+    scores_of(a->q + at, &a->keys, rows, g, visible, padded, heads, d, a->scale, p);
+    scores_of(a->grad + at, &a->values, rows, g, visible, padded, heads, d, 1.0f, ds);
+    for (int64_t h = 0; h < heads; h++) {
+        vf delta = splat(dot(a->grad + at + h * d, a->out + at + h * d, d)), factor = splat(a->scale);
+        vf peak = splat(a->lse[t * a->heads + head + h]);
+        float *p_h = p + h * padded, *ds_h = ds + h * padded;
+        for (int64_t j = 0; j < padded; j += LANES) {
+            vf e = vexp(load(p_h + j) - peak);
+            store(p_h + j, e);
+            store(ds_h + j, e * (load(ds_h + j) - delta) * factor);
+        }
+        for (int64_t j = visible; j < padded; j++) ds_h[j] = 0;  // not 0 * -inf
+    }
+    mix(ds, ones, &a->keys, rows, g, visible, padded, heads, d, a->dq + at);
+}
+
+// dk and dv of every row that a block of `count` queries sees: the sums over queries and heads of ds q and p grad.
+ALWAYS_INLINE void add_to_rows(const attention_gradient *a, const int64_t *rows, int64_t t, int64_t count, int64_t g,
+                               int64_t head, int64_t seen, int64_t padded, int64_t heads, int64_t d, const float *p,
+                               const float *ds) {
+    enum { CHUNKS = LANES == 16 ? 8 : 4 };
+    for (int64_t j = 0; j < seen; j++) {
+        int64_t at = place(&a->keys, rows[j], g) * d;
+        for (int64_t first = 0; first < d; first += CHUNKS * LANES) {
+            int64_t width = d - first < CHUNKS * LANES ? d - first : CHUNKS * LANES;
+            int64_t chunks = (width + LANES - 1) / LANES;
+            vf of_key[CHUNKS], of_value[CHUNKS];
+            for (int64_t w = 0; w < chunks; w++) {
+                of_key[w] = load_up_to(a->dk + at + first + w * LANES, width - w * LANES);
+                of_value[w] = load_up_to(a->dv + at + first + w * LANES, width - w * LANES);
+            }
+            for (int64_t b = 0; b < count; b++)
+                for (int64_t h = 0; h < heads; h++) {
+                    int64_t query = ((t + b) * a->heads + head + h) * d + first, weight = (b * heads + h) * padded + j;
+                    vf ds_j = splat(ds[weight]), p_j = splat(p[weight]);
+                    for (int64_t w = 0; w < chunks; w++) {
+                        of_key[w] = of_key[w] + ds_j * load_up_to(a->q + query + w * LANES, width - w * LANES);
+                        of_value[w] = of_value[w] + p_j * load_up_to(a->grad + query + w * LANES, width - w * LANES);
+                    }
+                }
+            for (int64_t w = 0; w < chunks; w++) {
+                int64_t left = width - w * LANES;
+                store_part(a->dk + at + first + w * LANES, left < LANES ? left : LANES, of_key[w]);
+                store_part(a->dv + at + first + w * LANES, left < LANES ? left : LANES, of_value[w]);
+            }
+        }
+    }
+}
+
+ALWAYS_INLINE void block_gradient(const attention_gradient *a, const int64_t *rows, const int64_t *visible, int64_t t,
+                                  int64_t count, int64_t g, int64_t head, int64_t seen, int64_t padded, int64_t heads,
+                                  int64_t d, float *p, float *ds) {
+    for (int64_t b = 0; b < count; b++) {
+        int64_t at = b * heads * padded;
+        query_gradient(a, rows, t + b, g, head, visible[t + b], padded, heads, d, p + at, ds + at);
+    }
+    add_to_rows(a, rows, t, count, g, head, seen, padded, heads, d, p, ds);
+}
+
+static void block_gradient_of(const attention_gradient *a, const int64_t *rows, const int64_t *visible, int64_t t,
+                              int64_t count, int64_t g, int64_t head, int64_t seen, int64_t padded, int64_t heads,
+                              float *p, float *ds) {
+#define CASE(fixed_heads, size)                                                                                        \
+    if (heads == fixed_heads && a->d == size) {                                                                        \
+        block_gradient(a, rows, visible, t, count, g, head, seen, padded, fixed_heads, size, p, ds);                   \
+        return;                                                                                                        \
+    }
+    CASE(1, 64)
+    CASE(2, 64)
+    CASE(3, 64)
+    CASE(4, 64)
+    CASE(1, 128)
+    CASE(2, 128)
+    CASE(4, 128)
+#undef CASE
+    block_gradient(a, rows, visible, t, count, g, head, seen, padded, heads, a->d, p, ds);
+}
+
+// How many queries from `t` on, before `end`, follow one another in one sequence.
+static int64_t block_at(const int64_t *sequences, const int64_t *visible, int64_t t, int64_t end) {
+    int64_t count = 1;
+    while (count < BLOCK_QUERIES && t + count < end && sequences[t + count] == sequences[t] &&
+           visible[t + count] > visible[t + count - 1])
+        count++;
+    return count;
 }
 
 // Gradients of attention over fp32 keys and values. `families` [n_families + 1] cuts the queries into runs whose keys
 // are shared with no other run, so that (family, kv head) pairs are independent and each dk/dv element is summed in
-// query order. dk and dv must arrive zeroed.
-void qarl_attention_backward(const float *grad, const float *q, float *keys, const float *values, const float *out,
+// the same order however many threads there are. dk and dv must arrive zeroed.
+void qarl_attention_backward(const float *grad, const float *q, float *keys, float *values, const float *out,
                              const float *lse, const int64_t *sequences, const int64_t *visible,
                              const int64_t *pointers, const int64_t *starts, const int64_t *lengths,
                              const int64_t *families, float *dq, float *dk, float *dv, float scale,
                              int64_t n_families, int64_t heads, int64_t kv_heads, int64_t d, int64_t longest) {
-    int64_t repeat = heads / kv_heads, room = (longest + LANES - 1) / LANES * LANES;
-    kv_store key_store = {keys, NULL, NULL, kv_heads, 1};
+    int64_t repeat = heads / kv_heads, together = repeat < MOST_HEADS ? repeat : MOST_HEADS;
+    int64_t room = (longest + LANES - 1) / LANES * LANES;
+    kv_store key_store = {keys, NULL, NULL, kv_heads, 1}, value_store = {values, NULL, NULL, kv_heads, 1};
+    attention_gradient a = {grad, q, out, lse, key_store, value_store, dq, dk, dv, scale, heads, d};
 #pragma omp parallel
     {
-        float *p = aligned_alloc(64, room * sizeof(float));
+        float *p = aligned_alloc(64, 2 * BLOCK_QUERIES * MOST_HEADS * room * sizeof(float));
+        float *ds = p + BLOCK_QUERIES * MOST_HEADS * room;
         int64_t *rows = malloc(room * sizeof(int64_t));
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t f = 0; f < n_families; f++) {
             for (int64_t g = 0; g < kv_heads; g++) {
-                for (int64_t t = families[f]; t < families[f + 1]; t++) {
-                    int64_t padded = gather_rows(pointers, starts, lengths, sequences[t], visible[t], rows);
-                    for (int64_t h = g * repeat; h < (g + 1) * repeat; h++) {
-                        int64_t at = (t * heads + h) * d;
-                        float delta = dot(grad + at, out + at, d);
-                        vf peak = splat(lse[t * heads + h]);
-                        scores_of(q + at, &key_store, rows, g, visible[t], padded, 1, d, scale, p);
-                        for (int64_t j = 0; j < padded; j += LANES) store(p + j, vexp(load(p + j) - peak));
-                        memset(dq + at, 0, d * sizeof(float));
-                        for (int64_t j = 0; j < visible[t]; j++) {
-                            int64_t kv = (rows[j] * kv_heads + g) * d;
-                            float ds = p[j] * (dot(grad + at, values + kv, d) - delta) * scale;
-                            add_scaled(dv + kv, p[j], grad + at, d);
-                            add_scaled(dk + kv, ds, q + at, d);
-                            add_scaled(dq + at, ds, keys + kv, d);
-                        }
+                for (int64_t t = families[f], count; t < families[f + 1]; t += count) {
+                    count = block_at(sequences, visible, t, families[f + 1]);
+                    int64_t seen = visible[t + count - 1];
+                    int64_t padded = gather_rows(pointers, starts, lengths, sequences[t], seen, rows);
+                    for (int64_t r = 0; r < repeat; r += together) {
+                        int64_t some = repeat - r < together ? repeat - r : together;
+                        block_gradient_of(&a, rows, visible, t, count, g, g * repeat + r, seen, padded, some, p, ds);
                     }
                 }
             }

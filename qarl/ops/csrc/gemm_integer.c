@@ -1,4 +1,4 @@
-// Integer GEMMs of 8-bit and 16-bit codes: packing, and the choice of this machine's instructions.
+// Integer GEMMs of 8-bit, 12-bit and mixed codes: packing, and the choice of this machine's instructions.
 
 #include "integer.h"
 #include "integer_pairs.h"
@@ -28,17 +28,18 @@ int qarl_integer_level(void) {
 #endif
 }
 
-// int8 codes [n, k] to packed panels.
-static void pack_plane(const int8_t *codes, int64_t n, int64_t k, int8_t *packed) {
+// Codes [n, k] of `size` bytes to packed panels.
+static void pack_panels(const void *codes, int64_t n, int64_t k, int64_t size, void *packed) {
     int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+    int64_t group = 4 * size;
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
-        int8_t *out = packed + p * groups * COLUMNS * 4;
-        memset(out, 0, groups * COLUMNS * 4);
+        char *out = (char *)packed + p * groups * COLUMNS * group;
+        memset(out, 0, groups * COLUMNS * group);
         for (int64_t c = 0; c < at_most(COLUMNS, n - p * COLUMNS); c++) {
-            const int8_t *row = codes + (p * COLUMNS + c) * k;
-            for (int64_t g = 0; g < k / 4; g++) memcpy(out + (g * COLUMNS + c) * 4, row + g * 4, 4);
-            for (int64_t i = k / 4 * 4; i < k; i++) out[(i / 4 * COLUMNS + c) * 4 + i % 4] = row[i];
+            const char *row = (const char *)codes + (p * COLUMNS + c) * k * size;
+            for (int64_t g = 0; g < k / 4; g++) memcpy(out + (g * COLUMNS + c) * group, row + g * group, group);
+            memcpy(out + (k / 4 * COLUMNS + c) * group, row + k / 4 * group, k % 4 * size);
         }
     }
 }
@@ -46,7 +47,7 @@ static void pack_plane(const int8_t *codes, int64_t n, int64_t k, int8_t *packed
 // int8 codes [n, k] to packed panels; `corrections` [padded n] are -128 * (sum of a column), which undo the offset that
 // makes the left operand of VNNI unsigned.
 void qarl_pack_int8(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
-    pack_plane(codes, n, k, packed);
+    pack_panels(codes, n, k, 1, packed);
     int64_t padded = round_up(n, COLUMNS * BLOCK_PANELS);
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < padded; row++) {
@@ -56,12 +57,16 @@ void qarl_pack_int8(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, i
     }
 }
 
-// 16-bit codes to packed panels of both planes.
-void qarl_pack_int16(const int16_t *codes, int64_t n, int64_t k, int8_t *high, int8_t *low) {
+// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes; either way two bytes a code.
+void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void *packed) {
+    if (level != 2) {
+        pack_panels(codes, n, k, 2, packed);
+        return;
+    }
     int8_t *planes = malloc(2 * n * k);
     split_planes(codes, n * k, planes, planes + n * k);
-    pack_plane(planes, n, k, high);
-    pack_plane(planes + n * k, n, k, low);
+    pack_panels(planes, n, k, 1, packed);
+    pack_panels(planes + n * k, n, k, 1, (int8_t *)packed + round_up(n, COLUMNS * BLOCK_PANELS) * round_up(k, K_MULTIPLE));
     free(planes);
 }
 
@@ -104,22 +109,24 @@ void qarl_int8_matmul(int level, const int8_t *codes, const float *row_scales, c
     pairs_int8(codes, packed, rows, k, &e);
 }
 
-// The same for 16-bit codes [rows, k] and weights packed as two planes.
-void qarl_int16_matmul(int level, const int16_t *codes, const float *row_scales, const int8_t *high, const int8_t *low,
+// The same for 12-bit codes [rows, k] and weights.
+void qarl_int12_matmul(int level, const int16_t *codes, const float *row_scales, const void *packed,
                        const float *column_scales, const float *bias, const float *residual, int64_t rows, int64_t n,
                        int64_t k, float *y) {
     epilogue e = {row_scales, column_scales, bias, residual, y, n};
     (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {
+        const int8_t *high = packed, *low = high + round_up(n, COLUMNS * BLOCK_PANELS) * round_up(k, K_MULTIPLE);
         amx_int16(codes, high, low, rows, k, &e);
         return;
     }
 #endif
-    pairs_wide(codes, high, low, rows, k, &e);
+    pair_weights w = {NULL, packed, 1};
+    pairs_wide(codes, &w, rows, k, &e);
 }
 
-// 16-bit codes [rows, k] times int8 weights of one plane: y = (codes @ weight^T) * row scale. Gradients use it.
+// 16-bit codes [rows, k] times int8 weights: y = (codes @ weight^T) * row scale. Gradients use it.
 void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales, const int8_t *packed, int64_t rows,
                        int64_t n, int64_t k, float *y) {
     epilogue e = {row_scales, NULL, NULL, NULL, y, n};
@@ -130,5 +137,6 @@ void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales,
         return;
     }
 #endif
-    pairs_wide(codes, packed, NULL, rows, k, &e);
+    pair_weights w = {packed, NULL, 1};
+    pairs_wide(codes, &w, rows, k, &e);
 }

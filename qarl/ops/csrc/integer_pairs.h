@@ -1,5 +1,6 @@
-// Integer GEMMs on multiply-adds of pairs of 16-bit numbers, which every CPU has in some form. Weights are widened on
-// the way to the registers, so rows of 16 bits, which the output head and gradients have, cost no more than rows of 8.
+// Integer GEMMs on multiply-adds of pairs of 16-bit numbers, which every CPU has in some form. 8-bit weights are widened
+// on the way to the registers, so rows of 16 bits, which gradients have, cost no more than rows of 8, and a product of
+// 12-bit codes, which the output head has, no more than one of 8-bit codes.
 
 #pragma once
 
@@ -64,86 +65,103 @@ static inline void store_columns(pair_sums a, pair_sums b, int32_t *sums) {  // 
 
 #define PAIR_ROWS 6  // of one tile: with 2 vectors of columns 12 sums, in 16 registers
 
-// `m` rows (a compile-time constant) times PAIRS columns of one panel; rows of `sums` are COLUMNS apart.
-#define DEFINE_PAIR_TILE(m)                                                                                    \
-    static void pair_tile_##m(const int16_t *x, int64_t stride, const int8_t *w, int64_t groups,               \
-                              int32_t *sums) {                                                                 \
-        pair_sums a[m], b[m];                                                                                  \
-        for (int r = 0; r < m; r++) a[r] = b[r] = (pair_sums){0};                                              \
-        for (int64_t i = 0; i < groups; i++) {                                                                 \
-            shorts low = widen(w + i * 4 * COLUMNS), high = widen(w + i * 4 * COLUMNS + 2 * PAIRS);            \
-            _Pragma("GCC unroll 6") for (int r = 0; r < m; r++) {                                              \
-                shorts four = four_of(x + r * stride + i * 4);                                                 \
-                a[r] = add_pairs(a[r], four, low);                                                             \
-                b[r] = add_pairs(b[r], four, high);                                                            \
-            }                                                                                                  \
-        }                                                                                                      \
-        for (int r = 0; r < m; r++) store_columns(a[r], b[r], sums + r * COLUMNS);                             \
-    }
-DEFINE_PAIR_TILE(1)
-DEFINE_PAIR_TILE(2)
-DEFINE_PAIR_TILE(3)
-DEFINE_PAIR_TILE(4)
-DEFINE_PAIR_TILE(5)
-DEFINE_PAIR_TILE(6)
-
-typedef void (*pair_tile)(const int16_t *, int64_t, const int8_t *, int64_t, int32_t *);
-static const pair_tile PAIR_TILES[] = {NULL,        pair_tile_1, pair_tile_2, pair_tile_3,
-                                       pair_tile_4, pair_tile_5, pair_tile_6};
-
-// Sums of up to PAIR_ROWS rows and the columns of one panel, over `groups` groups of k.
-static inline void panel_sums(const int16_t *x, int64_t stride, const int8_t *w, int64_t rows, int64_t groups,
-                              int32_t *sums) {
-    for (int c = 0; c < COLUMNS; c += PAIRS) PAIR_TILES[rows](x, stride, w + 4 * c, groups, sums + c);
+static inline shorts load_shorts(const int16_t *w) {
+    shorts x;
+    memcpy(&x, w, sizeof x);
+    return x;
 }
 
-#define WIDE_GROUPS 128  // of 16-bit rows: 2 * 4 * 128 products of 32512 * 128 still fit int32
+// `m` rows (a compile-time constant) times PAIRS columns of one panel; rows of `sums` are COLUMNS apart.
+#define DEFINE_PAIR_TILE(name, type, load, m)                                                                          \
+    static void name##_##m(const int16_t *x, int64_t stride, const void *panel, int64_t groups, int32_t *sums) {       \
+        const type *w = panel;                                                                                         \
+        pair_sums a[m], b[m];                                                                                          \
+        for (int r = 0; r < m; r++) a[r] = b[r] = (pair_sums){0};                                                      \
+        for (int64_t i = 0; i < groups; i++) {                                                                         \
+            shorts low = load(w + i * 4 * COLUMNS), high = load(w + i * 4 * COLUMNS + 2 * PAIRS);                      \
+            _Pragma("GCC unroll 6") for (int r = 0; r < m; r++) {                                                      \
+                shorts four = four_of(x + r * stride + i * 4);                                                         \
+                a[r] = add_pairs(a[r], four, low);                                                                     \
+                b[r] = add_pairs(b[r], four, high);                                                                    \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < m; r++) store_columns(a[r], b[r], sums + r * COLUMNS);                                     \
+    }
+#define DEFINE_PAIR_TILES(name, type, load)                                                                            \
+    DEFINE_PAIR_TILE(name, type, load, 1)                                                                              \
+    DEFINE_PAIR_TILE(name, type, load, 2)                                                                              \
+    DEFINE_PAIR_TILE(name, type, load, 3)                                                                              \
+    DEFINE_PAIR_TILE(name, type, load, 4)                                                                              \
+    DEFINE_PAIR_TILE(name, type, load, 5)                                                                              \
+    DEFINE_PAIR_TILE(name, type, load, 6)                                                                              \
+    static const pair_tile name##s[] = {NULL, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6};
+typedef void (*pair_tile)(const int16_t *, int64_t, const void *, int64_t, int32_t *);
+DEFINE_PAIR_TILES(byte_tile, int8_t, widen)
+DEFINE_PAIR_TILES(short_tile, int16_t, load_shorts)
 
-// The same for 16-bit rows, times `factor` on top of `totals`; doubles hold these sums exactly.
-static void add_wide_sums(const int16_t *x, int64_t stride, const int8_t *w, int64_t rows, int64_t groups,
-                          double factor, double *totals) {
-    int64_t chunk = (groups + WIDE_GROUPS - 1) / WIDE_GROUPS;  // how many, then how large
-    chunk = (groups + chunk - 1) / chunk;
+typedef struct {  // packed weights of 8 or of 12 bits, and whether sums may pass int32 on the way
+    const int8_t *bytes;
+    const int16_t *shorts;
+    int is_wide;
+} pair_weights;
+
+// Sums of up to PAIR_ROWS rows and the columns of one panel, `groups` groups of k from group `i` on.
+static inline void panel_sums(const int16_t *x, int64_t stride, const pair_weights *w, int64_t at, int64_t rows,
+                              int64_t i, int64_t groups, int32_t *sums) {
+    for (int c = 0; c < COLUMNS; c += PAIRS) {
+        int64_t first = at + 4 * (i * COLUMNS + c);
+        if (w->bytes)
+            byte_tiles[rows](x + 4 * i, stride, w->bytes + first, groups, sums + c);
+        else
+            short_tiles[rows](x + 4 * i, stride, w->shorts + first, groups, sums + c);
+    }
+}
+
+#define WIDE_GROUPS 128  // 4 * 128 products of 32512 * 128 or of 2047 * 2047 still fit int32
+
+// The same in doubles, which hold these sums exactly: int32 sums are taken of as many groups as are safe.
+static void wide_sums(const int16_t *x, int64_t stride, const pair_weights *w, int64_t at, int64_t rows, int64_t groups,
+                      double *totals) {
+    int64_t chunks = (groups + WIDE_GROUPS - 1) / WIDE_GROUPS, chunk = (groups + chunks - 1) / chunks;
+    memset(totals, 0, rows * COLUMNS * sizeof(double));
     for (int64_t i = 0; i < groups; i += chunk) {
         int32_t sums[PAIR_ROWS * COLUMNS];
-        panel_sums(x + i * 4, stride, w + i * 4 * COLUMNS, rows, at_most(chunk, groups - i), sums);
-        for (int64_t j = 0; j < rows * COLUMNS; j++) totals[j] += factor * sums[j];
+        panel_sums(x, stride, w, at, rows, i, at_most(chunk, groups - i), sums);
+        for (int64_t j = 0; j < rows * COLUMNS; j++) totals[j] += sums[j];
+    }
+}
+
+// One panel's columns, which start at `first`, of rows `t` to `end`.
+static void pair_panel(const int16_t *x, const pair_weights *w, int64_t t, int64_t end, int64_t width, int64_t first,
+                       const epilogue *e) {
+    int64_t columns = at_most(COLUMNS, e->n - first), groups = width / 4, at = first * width;
+    for (; t < end; t += PAIR_ROWS) {
+        int64_t rows = at_most(PAIR_ROWS, end - t);
+        int32_t sums[PAIR_ROWS * COLUMNS];
+        double totals[PAIR_ROWS * COLUMNS];
+        if (w->is_wide)
+            wide_sums(x + t * width, width, w, at, rows, groups, totals);
+        else
+            panel_sums(x + t * width, width, w, at, rows, 0, groups, sums);
+        for (int64_t r = 0; r < rows; r++) {
+            if (w->is_wide)
+                finish_wide(e, t + r, first, columns, totals + r * COLUMNS);
+            else
+                finish_int8(e, t + r, first, columns, sums + r * COLUMNS);
+        }
     }
 }
 
 #define CACHED_ROWS (1 << 17)  // 16-bit numbers: a block of rows that stays in the second-level cache
 
-// One panel's columns of `count` rows from `t` on. `low` NULL and `is_wide` unset: 8-bit codes on both sides.
-static void pair_panel(const int16_t *x, const int8_t *high, const int8_t *low, int is_wide, int64_t t, int64_t count,
-                       int64_t width, int64_t first, const epilogue *e) {
-    int64_t columns = at_most(COLUMNS, e->n - first), groups = width / 4;
-    for (int64_t end = t + count; t < end; t += PAIR_ROWS) {
-        int64_t rows = at_most(PAIR_ROWS, end - t);
-        if (!is_wide) {
-            int32_t sums[PAIR_ROWS * COLUMNS];
-            panel_sums(x + t * width, width, high, rows, groups, sums);
-            for (int64_t r = 0; r < rows; r++) finish_int8(e, t + r, first, columns, sums + r * COLUMNS);
-            continue;
-        }
-        double totals[PAIR_ROWS * COLUMNS] = {0};
-        add_wide_sums(x + t * width, width, high, rows, groups, low ? 256 : 1, totals);
-        if (low) add_wide_sums(x + t * width, width, low, rows, groups, 1, totals);
-        for (int64_t r = 0; r < rows; r++) finish_wide(e, t + r, first, columns, totals + r * COLUMNS);
-    }
-}
-
-static void multiply_in_pairs(const int16_t *x, const int8_t *high, const int8_t *low, int is_wide, int64_t rows,
-                              int64_t width, const epilogue *e) {
+static void multiply_in_pairs(const int16_t *x, const pair_weights *w, int64_t rows, int64_t width, const epilogue *e) {
     int64_t panels = round_up(e->n, COLUMNS) / COLUMNS;
     int64_t block = CACHED_ROWS / width / PAIR_ROWS * PAIR_ROWS;
     if (block < PAIR_ROWS) block = PAIR_ROWS;
 #pragma omp parallel
     for (int64_t t = 0; t < rows; t += block) {
 #pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < panels; p++) {
-            int64_t at = p * width * COLUMNS;
-            pair_panel(x, high + at, low ? low + at : NULL, is_wide, t, at_most(block, rows - t), width, p * COLUMNS, e);
-        }
+        for (int64_t p = 0; p < panels; p++) pair_panel(x, w, t, at_most(t + block, rows), width, p * COLUMNS, e);
     }
 }
 
@@ -161,13 +179,13 @@ static int16_t *widened_rows(const int8_t *codes, int64_t rows, int64_t k, int64
 static void pairs_int8(const int8_t *codes, const int8_t *packed, int64_t rows, int64_t k, const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE);
     int16_t *x = widened_rows(codes, rows, k, width);
-    multiply_in_pairs(x, packed, NULL, 0, rows, width, e);
+    pair_weights w = {packed, NULL, 0};
+    multiply_in_pairs(x, &w, rows, width, e);
     free(x);
 }
 
-// 16-bit rows times weights of two planes, or of one (`low` NULL).
-static void pairs_wide(const int16_t *codes, const int8_t *high, const int8_t *low, int64_t rows, int64_t k,
-                       const epilogue *e) {
+// 16-bit rows times 8-bit weights, or 12-bit rows times 12-bit weights.
+static void pairs_wide(const int16_t *codes, const pair_weights *w, int64_t rows, int64_t k, const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE);
     int16_t *padded = NULL;
     if (width != k) {
@@ -177,6 +195,6 @@ static void pairs_wide(const int16_t *codes, const int8_t *high, const int8_t *l
             memset(padded + t * width + k, 0, (width - k) * sizeof(int16_t));
         }
     }
-    multiply_in_pairs(padded ? padded : codes, high, low, 1, rows, width, e);
+    multiply_in_pairs(padded ? padded : codes, w, rows, width, e);
     free(padded);
 }

@@ -104,3 +104,59 @@ void qarl_gated_quantize(const float *gate_up, int64_t rows, int64_t n, int8_t *
         free(y);
     }
 }
+
+// ---------------------------------------------------------------------------------------------- gradients
+
+static inline vf load_from(const float *p, int64_t left) { return left >= LANES ? load(p) : load_part(p, left, 0); }
+
+static inline void store_to(float *p, int64_t left, vf x) { store_part(p, left < LANES ? left : LANES, x); }
+
+// One row of the gradient of `rms_norm_row`; the gain's is added to `grad_gain`.
+static void rms_norm_gradient(const float *grad, const float *x, const float *gain, float eps, int64_t n, float *grad_x,
+                              float *grad_gain) {
+    vf squares = splat(0), products = splat(0);
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf v = load_from(x + i, n - i);
+        squares = squares + v * v;
+        products = products + load_from(grad + i, n - i) * load_from(gain + i, n - i) * v;
+    }
+    float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)n + eps);
+    vf factor = splat(inverse), mean = splat(sum_lanes(products) * inverse / (float)n);
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf g = load_from(grad + i, n - i), unit = load_from(x + i, n - i) * factor;
+        store_to(grad_gain + i, n - i, load_from(grad_gain + i, n - i) + g * unit);
+        store_to(grad_x + i, n - i, (g * load_from(gain + i, n - i) - unit * mean) * factor);
+    }
+}
+
+#define GAIN_ROWS 64  // whose gradients of the gain are summed first: the order of the sum must not depend on threads
+
+// Gradients of RMSNorm: of x, and of the gain in blocks of rows, [ceil(rows / GAIN_ROWS), n].
+void qarl_rms_norm_backward(const float *grad, const float *x, const float *gain, float eps, int64_t rows, int64_t n,
+                            float *grad_x, float *grad_gains) {
+#pragma omp parallel for schedule(static) if (rows * n > 16384)
+    for (int64_t b = 0; b < (rows + GAIN_ROWS - 1) / GAIN_ROWS; b++) {
+        float *grad_gain = grad_gains + b * n;
+        memset(grad_gain, 0, n * sizeof(float));
+        for (int64_t t = b * GAIN_ROWS; t < rows && t < (b + 1) * GAIN_ROWS; t++)
+            rms_norm_gradient(grad + t * n, x + t * n, gain, eps, n, grad_x + t * n, grad_gain);
+    }
+}
+
+int64_t qarl_gain_rows(void) { return GAIN_ROWS; }
+
+// Gradient of silu(gate) * up with respect to gate_up [rows, 2n], gate first.
+void qarl_gated_backward(const float *grad, const float *gate_up, int64_t rows, int64_t n, float *grad_gate_up) {
+#pragma omp parallel for schedule(static) if (rows * n > 8192)
+    for (int64_t t = 0; t < rows; t++) {
+        const float *gate = gate_up + t * 2 * n, *up = gate + n;
+        float *grad_gate = grad_gate_up + t * 2 * n, *grad_up = grad_gate + n;
+        for (int64_t i = 0; i < n; i += LANES) {
+            vf x = load_from(gate + i, n - i), g = load_from(grad + t * n + i, n - i), one = splat(1.0f);
+            vf sigmoid = one / (one + vexp(-vmax(x, splat(-88.0f))));
+            vf value = x * sigmoid;
+            store_to(grad_up + i, n - i, g * value);
+            store_to(grad_gate + i, n - i, g * load_from(up + i, n - i) * (sigmoid + value * (one - sigmoid)));
+        }
+    }
+}
