@@ -218,7 +218,9 @@ def _update_complaints(recipe: Recipe) -> list[str]:
             "that follows the policy from one update to the next; set learner.updates_per_batch = 1, or "
             "objective.type = 'grpo'"
         )
-    if recipe.learner.skip_equal_groups and (recipe.objective.needs_entropy or recipe.objective.needs_reference):
+    if recipe.learner.skip_equal_groups is True and (
+        recipe.objective.needs_entropy or recipe.objective.needs_reference
+    ):
         complaints.append(
             "learner.skip_equal_groups = true with a KL or entropy term: groups of equal rewards have a gradient then; "
             "set it to false, or leave out objective.kl and objective.entropy_coef"

@@ -23,10 +23,11 @@ class LearnerConfig(Config):
     head_chunk_tokens: int = Field(
         256, ge=1, description="Positions whose logits exist at a time; bounds memory by this times the vocabulary."
     )
-    skip_equal_groups: bool = Field(
-        False,
-        description="Compute nothing for groups whose advantages are all 0. Without KL and entropy terms the gradient "
-        "is the same; `mismatch/*` and `objective/*` then cover the other groups only.",
+    skip_equal_groups: Literal["auto"] | bool = Field(
+        "auto",
+        description="Compute nothing for groups whose advantages are all 0: their gradient is 0, unless the loss has a "
+        "KL or entropy term (auto: then computed; true: refused). `mismatch/*` and `objective/*` cover what is "
+        "computed.",
     )
     activation_checkpointing: bool = Field(
         True, description="Keep one activation per layer and recompute the rest in the backward pass."

@@ -86,7 +86,7 @@ class LocalLearner:
         self._check_versions(groups)
         updates = split_evenly(shares_of(groups, advantages), self.config.updates_per_batch)
         # What is skipped still counts in the loss's denominators: the gradient is that of all groups.
-        computed = [with_gradient(shares) for shares in updates] if self.config.skip_equal_groups else updates
+        computed = [with_gradient(shares) for shares in updates] if self._skips_equal_groups() else updates
         batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in computed]
         old = self._old_logprobs(batches)
         reports: list[Metrics] = []
@@ -142,6 +142,11 @@ class LocalLearner:
         """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters."""
         aligned = self.alignment != "none"
         return frozen_copy(self.decoder, self._snapshot if aligned else take_snapshot(self.decoder, {}, self.version))
+
+    def _skips_equal_groups(self) -> bool:
+        if self.config.skip_equal_groups == "auto":
+            return not (self.objective.needs_entropy or self.objective.needs_reference)
+        return self.config.skip_equal_groups
 
     def _check_versions(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -209,7 +214,7 @@ class LocalLearner:
         return report.metrics | mismatch_metrics(learner_S, engine_S)
 
     def _require_equal(self, learner_S: Tensor, engine_S: Tensor) -> None:
-        """RunError unless the bits agree: the engine's log-probabilities stand for the old policy's, unchecked later."""
+        """RunError unless the bits agree: the engine's log-probabilities are taken for the old policy's."""
         if not torch.equal(learner_S, engine_S):
             largest = float((learner_S - engine_S).abs().max())
             raise RunError(

@@ -51,11 +51,9 @@ class RecordedGradients:
 class Spy:
     """Stands in for the objective: keeps what it is given and passes it on."""
 
-    needs_entropy = False
-    needs_reference = False
-
     def __init__(self, objective: Objective | None = None) -> None:
         self.objective = objective or Reinforce()
+        self.needs_entropy, self.needs_reference = self.objective.needs_entropy, self.objective.needs_reference
         self.inputs: list[LossInputs] = []
 
     def __call__(self, inputs: LossInputs) -> LossReport:
@@ -247,16 +245,26 @@ def test_skipping_equal_groups_does_not_change_the_gradient(small, objective):
     advantages = small.advantages(groups)
     advantages[0][:] = advantages[2][:] = 0.0
     everything, less = Spy(objective), Spy(objective)
-    expected = gradients(small.learner(objective=everything, **UNCLIPPED), groups, advantages)
-    found = gradients(small.learner(objective=less, skip_equal_groups=True, **UNCLIPPED), groups, advantages)
+    all_of_them = small.learner(objective=everything, skip_equal_groups=False, **UNCLIPPED)
+    expected = gradients(all_of_them, groups, advantages)
+    found = gradients(small.learner(objective=less, **UNCLIPPED), groups, advantages)
     assert_close(found, expected, 1e-5)
     assert [sum(len(inputs.mask_BT) for inputs in spy.inputs) for spy in (everything, less)] == [9, 3]
 
 
 def test_a_batch_of_equal_groups_only_is_not_skipped(small):
     spy = Spy()
-    learner = small.learner(objective=spy, skip_equal_groups=True)
+    learner = small.learner(objective=spy)
     learner.update(small.rollout(learner, *LENGTHS), [torch.zeros(3)] * 3)
+    assert sum(len(inputs.mask_BT) for inputs in spy.inputs) == 9
+
+
+def test_equal_groups_are_computed_where_another_term_of_the_loss_needs_them(small):
+    spy = Spy(Grpo(entropy_coef=0.1))
+    learner = small.learner(objective=spy)
+    advantages = small.advantages(groups := small.rollout(learner, *LENGTHS))
+    advantages[0][:] = 0.0
+    learner.update(groups, advantages)
     assert sum(len(inputs.mask_BT) for inputs in spy.inputs) == 9
 
 
