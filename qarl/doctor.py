@@ -16,8 +16,9 @@ from qarl import __version__
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.kernels import integers_are_exact, kernels
-from qarl.ops.operand import is_integer
+from qarl.ops.operand import activation_grid, is_integer
 from qarl.quant import SCHEMES, Scheme
+from qarl.quant.formats import INT8
 
 PACKAGES = {
     "torch": "core",
@@ -83,7 +84,7 @@ def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
         return Kernel("absent", "the integer GEMM is not exact on this CPU")
     if is_integer(scheme):
         rows = "C row kernels" if compiled else "torch row operations (no C kernels)"
-        return Kernel("real" if compiled else "emulated", f"exact integer GEMM ({integer_path()}), {rows}")
+        return Kernel("real" if compiled else "emulated", f"exact integer GEMM ({integer_path(scheme)}), {rows}")
     if not compiled:
         return Kernel("emulated", "torch reference operations (no C kernels)")
     if not scheme.quantized:
@@ -91,13 +92,14 @@ def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
     return Kernel("emulated", "codes expanded to fp32 for the fixed-order GEMM in C")
 
 
-def integer_path() -> str:
-    """Which instructions the integer GEMM uses here."""
+def integer_path(scheme: Scheme) -> str:
+    """Which instructions the integer GEMM of a scheme uses here."""
     chosen = kernels()
     if not isinstance(chosen, CpuKernels):
         return "torch"
-    level = chosen.integer_level
-    return ("16-bit pairs", "VNNI dot products", "AMX tiles")[level]
+    if chosen.integer_level == 1 and activation_grid(scheme) is not INT8:  # dot products are of bytes
+        return "16-bit pairs"
+    return ("16-bit pairs", "VNNI dot products", "AMX tiles")[chosen.integer_level]
 
 
 def installed(name: str, extra: str) -> str:

@@ -105,7 +105,8 @@ def all_served(pythons: Mapping[str, str]) -> Iterator[list[Served]]:
 def compare(served: Sequence[Served], options: argparse.Namespace, output: IO[str]) -> Rates:
     """All rounds; each measurement is written as soon as it is there."""
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for index, batch, system in itertools.product(range(options.rounds), options.batches, served):
+    for index, batch, turn in itertools.product(range(options.rounds), options.batches, range(len(served))):
+        system = served[(turn + index) % len(served)]  # in every round another one begins
         request = {"batch": batch, "prompt_len": options.prompt_len, "new_tokens": options.new_tokens}
         answer = system.measure(request)
         rates[system.name, batch].append(answer["tokens_per_s"])
@@ -114,7 +115,7 @@ def compare(served: Sequence[Served], options: argparse.Namespace, output: IO[st
 
 
 def table(rates: Rates, names: Sequence[str], batches: Sequence[int]) -> str:
-    """Medians as Markdown, a row a system; last, how many times as fast our best is as the best peer."""
+    """Medians as Markdown, a row a system; last, how many times as fast each of ours is as the best peer, whatever its precision."""
     median = {key: statistics.median(values) for key, values in rates.items()}
     rows = [["tokens/s", *(f"batch {batch}" for batch in batches)], ["---", *("---:" for _ in batches)]]
     rows += [[name, *(f"{median[name, batch]:.0f}" for batch in batches)] for name in names]

@@ -18,7 +18,7 @@ class LearnerConfig(Config):
         1, ge=1, description="Optimizer steps per rollout batch; the batch's prompts are split evenly among them."
     )
     micro_batch_tokens: int = Field(
-        1024, ge=1, description="Most tokens (prompt and completion) in one forward and backward pass."
+        1024, ge=1, le=65536, description="Most tokens (prompt and completion) in one forward and backward pass."
     )
     head_chunk_tokens: int = Field(
         256, ge=1, description="Positions whose logits exist at a time; bounds memory by this times the vocabulary."

@@ -14,11 +14,8 @@ from qarl.quant.formats import INT8, INT16, IntegerFormat
 LARGEST_GROUP = 128
 """Largest group of 4-bit weights that share a scale, in the kernel."""
 
-LARGEST_HEAD = 256
-"""Largest head dimension of the attention kernel."""
-
 LONGEST_SUM = 65536
-"""Largest K whose 16-bit cross products still fit int32."""
+"""Largest K whose sums of 8-bit products, or of one plane of 16-bit codes with them, still fit int32."""
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -252,7 +249,6 @@ class CpuKernels(ReferenceKernels):
     ) -> tuple[Tensor, Tensor]:
         as_float(q_THC)
         (rows, heads, dim), (_, kv_heads, _) = q_THC.shape, shape_of(keys)
-        assert dim <= LARGEST_HEAD
         out, lse = torch.empty_like(q_THC), q_THC.new_empty(rows, heads)
         stores = (*store_addresses(keys), *store_addresses(values), *store_steps(keys, values))
         rest = map(address, (*layout(spans), out, lse))

@@ -39,7 +39,7 @@ class Spans:
 class PackedCodes:
     """Integer weight codes [N, K] and, for kernels that want another layout, the same as `packed`.
 
-    `corrections` [N, padded] belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
+    `corrections`, one for every (padded) column, belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
     """
 
     codes: Tensor
@@ -155,7 +155,7 @@ class ReferenceKernels:
         Both sides are int8, or both 12-bit codes in int16. Sums are rounded to fp32 once, where they pass 2^24.
         """
         if codes_TK.dtype == torch.int16:
-            # Sums of up to 2^53 / 2^30 products are exact in float64.
+            # Sums of up to 2^53 / 2^22 products are exact in float64.
             accumulator_TN = codes_TK.double() @ weight.codes.double().t()
         else:
             accumulator_TN = torch._int_mm(codes_TK, weight.codes.t())

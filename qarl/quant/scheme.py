@@ -76,7 +76,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("none", None, None),
         Scheme("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
         Scheme("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
-        # Nearly full precision (steps of amax / 32512) from exact integer GEMMs: meant for the output head.
+        # As precise as bf16 (steps of amax / 2047) from exact integer GEMMs: meant for the output head.
         Scheme("w12a12-int12", Quantizer(INT12, PerRow()), Quantizer(INT12, PerRow())),
         # The smaller groups serve widths such as SmolLM2-135M's 576, which is no multiple of 128.
         _weight_only_int4("w4a16", 128, narrower=("w4a16-g64", "w4a16-g32")),

@@ -40,8 +40,8 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
-        self.context = None
-        self.shape = (0, 0)
+        self.contexts: dict[tuple[int, int], object] = {}
+        self.context: object = None
 
     def complete(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[list[int]]:
         del temperature  # always greedy, see above
@@ -62,22 +62,19 @@ class LlamaCpp:
         return completions
 
     def make_room(self, sequences: int, length: int) -> None:
-        """An empty context for that many sequences, each with keys and values of its own."""
+        """An empty context for that many sequences, each with keys and values of its own; kept for the next time."""
         import llama_cpp
 
-        if self.shape == (sequences, length):
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
-            return
-        if self.context is not None:
-            llama_cpp.llama_free(self.context)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = sequences * length
-        params.n_seq_max = sequences
-        params.n_batch = BATCH_TOKENS
-        params.n_threads = params.n_threads_batch = self.threads
-        params.kv_unified = False  # else every sequence attends over the masked keys of all others
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        self.shape = (sequences, length)
+        if (sequences, length) not in self.contexts:
+            params = llama_cpp.llama_context_default_params()
+            params.n_ctx = sequences * length
+            params.n_seq_max = sequences
+            params.n_batch = BATCH_TOKENS
+            params.n_threads = params.n_threads_batch = self.threads
+            params.kv_unified = False  # else every sequence attends over the masked keys of all others
+            self.contexts[sequences, length] = llama_cpp.llama_init_from_model(self.model, params)
+        self.context = self.contexts[sequences, length]
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
     def next_tokens(self, rows: list[Row]) -> Iterator[int]:
         """The likeliest token after every row that is wanted, in order."""

@@ -161,8 +161,8 @@ ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t
             for (int64_t w = 0; w < chunks; w++) {
                 vf key = load_kv(keys, at, d, w * LANES);
                 for (int64_t h = 0; h < heads; h++) {
-                    vf product = load_up_to(q + h * d + w * LANES, d - w * LANES) * key;
-                    partial[h][jj] = w ? partial[h][jj] + product : product;
+                    vf query = load_up_to(q + h * d + w * LANES, d - w * LANES);
+                    partial[h][jj] = w ? fused(query, key, partial[h][jj]) : query * key;
                 }
             }
         }
@@ -191,7 +191,7 @@ ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store
             int64_t at = place(values, rows[j], g);
             for (int64_t w = 0; w < count; w++) {
                 vf value = load_kv(values, at, d, (first + w) * LANES);
-                for (int64_t h = 0; h < heads; h++) acc[h][w] = acc[h][w] + splat(weights[h * padded + j]) * value;
+                for (int64_t h = 0; h < heads; h++) acc[h][w] = fused(splat(weights[h * padded + j]), value, acc[h][w]);
             }
         }
         for (int64_t h = 0; h < heads; h++)
@@ -239,6 +239,7 @@ static void attend(const float *q, const kv_store *keys, const kv_store *values,
     CASE(4, 64)
     CASE(1, 128)
     CASE(2, 128)
+    CASE(4, 128)
 #undef CASE
     attend_heads(q, keys, values, rows, g, visible, padded, heads, d, scale, scores, out, lse);
 }
@@ -282,7 +283,7 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
 
 static inline float dot(const float *a, const float *b, int64_t d) {
     vf sum = splat(0);
-    for (int64_t i = 0; i < d; i += LANES) sum = sum + load_up_to(a + i, d - i) * load_up_to(b + i, d - i);
+    for (int64_t i = 0; i < d; i += LANES) sum = fused(load_up_to(a + i, d - i), load_up_to(b + i, d - i), sum);
     return sum_lanes(sum);
 }
 
@@ -336,8 +337,8 @@ ALWAYS_INLINE void add_to_rows(const attention_gradient *a, const int64_t *rows,
                     int64_t query = ((t + b) * a->heads + head + h) * d + first, weight = (b * heads + h) * padded + j;
                     vf ds_j = splat(ds[weight]), p_j = splat(p[weight]);
                     for (int64_t w = 0; w < chunks; w++) {
-                        of_key[w] = of_key[w] + ds_j * load_up_to(a->q + query + w * LANES, width - w * LANES);
-                        of_value[w] = of_value[w] + p_j * load_up_to(a->grad + query + w * LANES, width - w * LANES);
+                        of_key[w] = fused(ds_j, load_up_to(a->q + query + w * LANES, width - w * LANES), of_key[w]);
+                        of_value[w] = fused(p_j, load_up_to(a->grad + query + w * LANES, width - w * LANES), of_value[w]);
                     }
                 }
             for (int64_t w = 0; w < chunks; w++) {

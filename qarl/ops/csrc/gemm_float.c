@@ -8,6 +8,7 @@
 #define ROW_TILE 6  // 12 sums in 16 registers
 #endif
 #define PANEL (2 * LANES)  // output columns of one packed weight panel
+#define AHEAD 4096         // how far ahead weights are asked for; the processor itself stops at the end of a page
 
 int64_t qarl_panel_columns(void) { return PANEL; }
 
@@ -35,10 +36,11 @@ void qarl_pack_panels(const float *weight, int64_t n, int64_t k, float *packed) 
         }                                                                                                  \
         for (int64_t i = 0; i < k; i++) {                                                                  \
             vf b0 = load(panel + i * PANEL), b1 = load(panel + i * PANEL + LANES);                         \
+            __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD);                                 \
             _Pragma("GCC unroll 12") for (int r = 0; r < m; r++) {                                         \
                 vf a = splat(x[r * stride + i]);                                                           \
-                low[r] = low[r] + a * b0;                                                                  \
-                high[r] = high[r] + a * b1;                                                                \
+                low[r] = fused(a, b0, low[r]);                                                              \
+                high[r] = fused(a, b1, high[r]);                                                            \
             }                                                                                              \
         }                                                                                                  \
         for (int r = 0; r < m; r++) {                                                                      \
@@ -132,16 +134,28 @@ void qarl_pack_int4(const int8_t *codes, const float *scales, int64_t n, int64_t
         }
 }
 
+#if LANES == 16
+typedef uint64_t nibble_row __attribute__((vector_size(16)));
+#elif LANES == 8
+typedef uint64_t nibble_row;
+#else
+typedef uint32_t nibble_row;
+#endif
+
 // The fp32 weights of one group of one panel: code * scale, as `dequantize` has them.
 static void expand(const uint8_t *nibbles, const float *scales, int64_t group, float *panel) {
-    typedef uint8_t vu __attribute__((vector_size(LANES), aligned(1)));
-    vf low_scales = load(scales), high_scales = load(scales + LANES);
+    vf low_scales = load(scales), high_scales = load(scales + LANES), offset = splat(8.0f);
+    nibble_row mask;
+    memset(&mask, 15, sizeof mask);
     for (int64_t i = 0; i < group; i++) {
-        vu both = *(const vu *)(nibbles + i * LANES);
-        vf low = __builtin_convertvector(__builtin_convertvector(both & 15, vi) - 8, vf);
-        vf high = __builtin_convertvector(__builtin_convertvector(both >> 4, vi) - 8, vf);
-        store(panel + i * PANEL, low * low_scales);
-        store(panel + i * PANEL + LANES, high * high_scales);
+        nibble_row both;
+        memcpy(&both, nibbles + i * LANES, sizeof both);
+        nibble_row low = both & mask, high = (both >> 4) & mask;
+        vb low_codes, high_codes;
+        memcpy(&low_codes, &low, sizeof low);
+        memcpy(&high_codes, &high, sizeof high);
+        store(panel + i * PANEL, (as_floats(low_codes) - offset) * low_scales);
+        store(panel + i * PANEL + LANES, (as_floats(high_codes) - offset) * high_scales);
     }
 }
 

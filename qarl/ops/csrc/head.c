@@ -2,16 +2,40 @@
 
 #include "lanes.h"
 
-// Sum of exp((logit - peak) * inverse_temperature) over a row, four vectors wide.
-static float exp_sum(const float *logits, int64_t n, float peak, float inverse_temperature) {
-    vf sums[4] = {splat(0), splat(0), splat(0), splat(0)};
-    vf top = splat(peak), factor = splat(inverse_temperature);
-    int64_t i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (int w = 0; w < 4; w++) sums[w] = sums[w] + vexp((load(logits + i + w * LANES) - top) * factor);
-    for (; i + LANES <= n; i += LANES) sums[0] = sums[0] + vexp((load(logits + i) - top) * factor);
-    if (i < n) sums[0] = sums[0] + vexp((load_part(logits + i, n - i, -INFINITY) - top) * factor);
-    return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+#define BLOCK 1024  // logits whose sum is kept for sampling
+
+#define WAYS 4  // sums that grow side by side
+
+static inline vf load_logits(const float *logits, int64_t left) {
+    if (left >= LANES) return load(logits);
+    return left > 0 ? load_part(logits, left, -INFINITY) : splat(-INFINITY);
+}
+
+typedef struct {  // of one row: e = exp(z), z = (logit - peak) * inverse_temperature
+    double sum, weighted;  // of e and of e z
+} exp_sums;
+
+// `blocks` may be NULL.
+static exp_sums sums_of(const float *logits, int64_t n, float peak, float inverse_temperature, double *blocks) {
+    exp_sums total = {0, 0};
+    vf top = splat(peak), factor = splat(inverse_temperature), lowest = splat(-200.0f);  // where e is 0 already
+    for (int64_t first = 0; first < n; first += BLOCK) {
+        int64_t width = n - first < BLOCK ? n - first : BLOCK;
+        vf sum[WAYS], weighted[WAYS];
+        for (int w = 0; w < WAYS; w++) sum[w] = weighted[w] = splat(0);
+        for (int64_t i = 0; i < width; i += WAYS * LANES)
+            for (int w = 0; w < WAYS; w++) {
+                vf x = load_logits(logits + first + i + w * LANES, width - i - w * LANES);
+                vf z = vmax(lowest, (x - top) * factor), e = vexp(z);
+                sum[w] = sum[w] + e;
+                weighted[w] = fused(e, z, weighted[w]);
+            }
+        double block = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        if (blocks) blocks[first / BLOCK] = block;
+        total.sum += block;
+        total.weighted += sum_lanes((weighted[0] + weighted[1]) + (weighted[2] + weighted[3]));
+    }
+    return total;
 }
 
 static float row_max(const float *x, int64_t n) {
@@ -26,21 +50,6 @@ static float logprob(float logit, float peak, float inverse_temperature, float s
     return (logit - peak) * inverse_temperature - logf(sum);
 }
 
-// -sum p log p of a row, p being its softmax: log(sum) - sum(e z) / sum with z = (logit - peak) / temperature.
-static float entropy_of(const float *logits, int64_t n, float peak, float inverse_temperature, float sum) {
-    vf weighted = splat(0), top = splat(peak), factor = splat(inverse_temperature);
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf z = (load(logits + i) - top) * factor;
-        weighted = weighted + vexp(z) * z;
-    }
-    if (i < n) {
-        vf z = (load_part(logits + i, n - i, peak) - top) * factor;  // the padding has z = 0
-        weighted = weighted + vexp(z) * z;
-    }
-    return logf(sum) - sum_lanes(weighted) / sum;
-}
-
 // Log-probability of one token a row under softmax(logits / temperature), and the row's entropy; `shifts` and `sums`
 // serve the backward pass.
 void qarl_token_logprobs(const float *logits, const int64_t *targets, float inverse_temperature, int64_t rows,
@@ -49,9 +58,11 @@ void qarl_token_logprobs(const float *logits, const int64_t *targets, float inve
     for (int64_t t = 0; t < rows; t++) {
         const float *row = logits + t * n;
         shifts[t] = row_max(row, n);
-        sums[t] = exp_sum(row, n, shifts[t], inverse_temperature);
+        exp_sums found = sums_of(row, n, shifts[t], inverse_temperature, NULL);
+        sums[t] = (float)found.sum;
         logprobs[t] = logprob(row[targets[t]], shifts[t], inverse_temperature, sums[t]);
-        entropies[t] = entropy_of(row, n, shifts[t], inverse_temperature, sums[t]);
+        // -sum p log p = log(sum) - sum(e z) / sum
+        entropies[t] = (float)(log(found.sum) - found.weighted / found.sum);
     }
 }
 
@@ -68,22 +79,14 @@ void qarl_softmax(float *logits, const float *shifts, const float *sums, float i
     }
 }
 
-#define SAMPLE_BLOCK 1024
-
-// The token at which the cumulative weight passes `threshold`; a token of weight 0 is never chosen.
-static int64_t choose(const float *row, int64_t n, float peak, float inverse_temperature, float uniform) {
-    int64_t blocks = (n + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;
-    double total = 0, *block_sums = malloc(blocks * sizeof(double));
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t first = b * SAMPLE_BLOCK, width = n - first < SAMPLE_BLOCK ? n - first : SAMPLE_BLOCK;
-        total += block_sums[b] = exp_sum(row + first, width, peak, inverse_temperature);
-    }
+// The token at which the cumulative weight passes `uniform` of their sum; a token of weight 0 is never chosen.
+static int64_t choose(const float *row, int64_t n, float peak, float inverse_temperature, const double *blocks,
+                      double total, float uniform) {
     double threshold = (double)uniform * total, passed = 0;
     int64_t block = 0, last_nonzero = -1;
-    while (block + 1 < blocks && passed + block_sums[block] <= threshold) passed += block_sums[block++];
-    free(block_sums);
+    while ((block + 1) * BLOCK < n && passed + blocks[block] <= threshold) passed += blocks[block++];
     vf top = splat(peak), factor = splat(inverse_temperature);
-    for (int64_t i = block * SAMPLE_BLOCK; i < n; i += LANES) {
+    for (int64_t i = block * BLOCK; i < n; i += LANES) {
         int64_t width = n - i < LANES ? n - i : LANES;
         vf weights = vexp((load_part(row + i, width, -INFINITY) - top) * factor);
         for (int64_t lane = 0; lane < width; lane++) {
@@ -101,12 +104,17 @@ static int64_t choose(const float *row, int64_t n, float peak, float inverse_tem
 // Draw one token a row by inverting the cumulative distribution at `uniforms[t]` in [0, 1).
 void qarl_sample(const float *logits, const float *uniforms, float inverse_temperature, int64_t rows, int64_t n,
                  int64_t *tokens, float *logprobs) {
-#pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < rows; t++) {
-        const float *row = logits + t * n;
-        float peak = row_max(row, n);
-        tokens[t] = choose(row, n, peak, inverse_temperature, uniforms[t]);
-        float sum = exp_sum(row, n, peak, inverse_temperature);
-        logprobs[t] = logprob(row[tokens[t]], peak, inverse_temperature, sum);
+#pragma omp parallel
+    {
+        double *blocks = malloc((n + BLOCK - 1) / BLOCK * sizeof(double));
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < rows; t++) {
+            const float *row = logits + t * n;
+            float peak = row_max(row, n);
+            exp_sums found = sums_of(row, n, peak, inverse_temperature, blocks);
+            tokens[t] = choose(row, n, peak, inverse_temperature, blocks, found.sum, uniforms[t]);
+            logprobs[t] = logprob(row[tokens[t]], peak, inverse_temperature, (float)found.sum);
+        }
+        free(blocks);
     }
 }

@@ -23,6 +23,9 @@
 #define BLOCK_PANELS 4  // panels are padded to a multiple of this
 #define K_MULTIPLE 64   // one AMX tile row
 
+// How far ahead weights are asked for: the processor does so by itself, but only to the end of a page.
+#define AHEAD 4096
+
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 static inline int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
@@ -72,7 +75,7 @@ static inline void finish_mixed(const epilogue *e, int64_t row, int64_t first, i
 }
 
 // Rows [rows, k] copied to [padded rows, padded k] with `flip` xor-ed in (0x80 turns int8 into offset uint8); padding
-// is arbitrary but finite work: its products are never read, and its k part meets zero weights.
+// is zero: the products of padded rows are never read, and the padded k meets zero weights.
 static inline int8_t *padded_rows(const int8_t *codes, int64_t rows, int64_t k, int64_t row_multiple, uint8_t flip) {
     int64_t width = round_up(k, K_MULTIPLE), height = round_up(rows, row_multiple);
     int8_t *copy = aligned_alloc(64, height * width);

@@ -79,6 +79,8 @@ static inline shorts load_shorts(const int16_t *w) {
         for (int r = 0; r < m; r++) a[r] = b[r] = (pair_sums){0};                                                      \
         for (int64_t i = 0; i < groups; i++) {                                                                         \
             shorts low = load(w + i * 4 * COLUMNS), high = load(w + i * 4 * COLUMNS + 2 * PAIRS);                      \
+            for (int line = 0; line < (int)sizeof(type); line++)                                                       \
+                __builtin_prefetch((const char *)(w + i * 4 * COLUMNS) + AHEAD + 64 * line);                           \
             _Pragma("GCC unroll 6") for (int r = 0; r < m; r++) {                                                      \
                 shorts four = four_of(x + r * stride + i * 4);                                                         \
                 a[r] = add_pairs(a[r], four, low);                                                                     \
@@ -122,7 +124,7 @@ static inline void panel_sums(const int16_t *x, int64_t stride, const pair_weigh
 // The same in doubles, which hold these sums exactly: int32 sums are taken of as many groups as are safe.
 static void wide_sums(const int16_t *x, int64_t stride, const pair_weights *w, int64_t at, int64_t rows, int64_t groups,
                       double *totals) {
-    int64_t chunks = (groups + WIDE_GROUPS - 1) / WIDE_GROUPS, chunk = (groups + chunks - 1) / chunks;
+    int64_t chunks = groups / WIDE_GROUPS + 1, chunk = (groups + chunks - 1) / chunks;
     memset(totals, 0, rows * COLUMNS * sizeof(double));
     for (int64_t i = 0; i < groups; i += chunk) {
         int32_t sums[PAIR_ROWS * COLUMNS];
@@ -156,7 +158,7 @@ static void pair_panel(const int16_t *x, const pair_weights *w, int64_t t, int64
 
 static void multiply_in_pairs(const int16_t *x, const pair_weights *w, int64_t rows, int64_t width, const epilogue *e) {
     int64_t panels = round_up(e->n, COLUMNS) / COLUMNS;
-    int64_t block = CACHED_ROWS / width / PAIR_ROWS * PAIR_ROWS;
+    int64_t block = CACHED_ROWS / (width + 1) / PAIR_ROWS * PAIR_ROWS;
     if (block < PAIR_ROWS) block = PAIR_ROWS;
 #pragma omp parallel
     for (int64_t t = 0; t < rows; t += block) {
@@ -190,6 +192,7 @@ static void pairs_wide(const int16_t *codes, const pair_weights *w, int64_t rows
     int16_t *padded = NULL;
     if (width != k) {
         padded = aligned_alloc(64, rows * width * sizeof(int16_t));
+#pragma omp parallel for schedule(static) if (rows * k > 65536)
         for (int64_t t = 0; t < rows; t++) {
             memcpy(padded + t * width, codes + t * k, k * sizeof(int16_t));
             memset(padded + t * width + k, 0, (width - k) * sizeof(int16_t));

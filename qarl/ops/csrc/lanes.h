@@ -46,6 +46,22 @@ static inline vf load_part(const float *p, int64_t n, float fill) {  // the firs
 
 static inline void store_part(float *p, int64_t n, vf x) { memcpy(p, &x, n * sizeof(float)); }
 
+// a * b + c, rounded once where the machine can. The compiler must not fuse on its own (`-ffp-contract=off`): whether it
+// does depends on how a loop was unrolled or inlined, and the same operation would get different bits in two places.
+static inline vf fused(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    vf y;
+    for (int i = 0; i < LANES; i++) y[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return y;
+#else
+    return a * b + c;
+#endif
+}
+
 static inline vf vmax(vf a, vf b) {  // b where either is NaN
 #if LANES == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -83,8 +99,7 @@ static inline float max_lanes(vf x) {
     return best;
 }
 
-// The nearest integers, halves to even. (Adding and subtracting 2^23 would be fused with a preceding product and round
-// once only.)
+// The nearest integers, halves to even.
 static inline vi nearest(vf x) {
 #if LANES == 16
     return (vi)_mm512_cvtps_epi32((__m512)x);
@@ -125,16 +140,16 @@ static inline vf vexp(vf x) {
     vi underflow = x < splat(-87.0f);
     x = vmax(splat(-87.0f), x);  // in this order a NaN comes through
     vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no fraction bits
-    vf n = (x * splat(1.44269504088896341f) + magic) - magic;
-    vf r = x - n * splat(0.693359375f);
-    r = r + n * splat(2.12194440e-4f);
+    vf n = fused(x, splat(1.44269504088896341f), magic) - magic;
+    vf r = fused(n, splat(-0.693359375f), x);
+    r = fused(n, splat(2.12194440e-4f), r);
     vf y = splat(1.9875691500e-4f);
-    y = y * r + splat(1.3981999507e-3f);
-    y = y * r + splat(8.3334519073e-3f);
-    y = y * r + splat(4.1665795894e-2f);
-    y = y * r + splat(1.6666665459e-1f);
-    y = y * r + splat(5.0000001201e-1f);
-    y = y * (r * r) + r + splat(1.0f);
+    y = fused(y, r, splat(1.3981999507e-3f));
+    y = fused(y, r, splat(8.3334519073e-3f));
+    y = fused(y, r, splat(4.1665795894e-2f));
+    y = fused(y, r, splat(1.6666665459e-1f));
+    y = fused(y, r, splat(5.0000001201e-1f));
+    y = fused(y, r * r, r) + splat(1.0f);
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)((vi)(y * (vf)exponent) & ~underflow);
 }
@@ -184,11 +199,11 @@ static inline void rms_norm_row(const float *x, const float *gain, float eps, in
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         vf v = load(x + i);
-        squares = squares + v * v;
+        squares = fused(v, v, squares);
     }
     if (i < n) {
         vf v = load_part(x + i, n - i, 0);
-        squares = squares + v * v;
+        squares = fused(v, v, squares);
     }
     vf inverse = splat(1.0f / sqrtf(sum_lanes(squares) / (float)n + eps));
     for (i = 0; i + LANES <= n; i += LANES) store(y + i, (load(x + i) * inverse) * load(gain + i));

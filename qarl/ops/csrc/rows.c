@@ -117,14 +117,14 @@ static void rms_norm_gradient(const float *grad, const float *x, const float *ga
     vf squares = splat(0), products = splat(0);
     for (int64_t i = 0; i < n; i += LANES) {
         vf v = load_from(x + i, n - i);
-        squares = squares + v * v;
-        products = products + load_from(grad + i, n - i) * load_from(gain + i, n - i) * v;
+        squares = fused(v, v, squares);
+        products = fused(load_from(grad + i, n - i) * load_from(gain + i, n - i), v, products);
     }
     float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)n + eps);
     vf factor = splat(inverse), mean = splat(sum_lanes(products) * inverse / (float)n);
     for (int64_t i = 0; i < n; i += LANES) {
         vf g = load_from(grad + i, n - i), unit = load_from(x + i, n - i) * factor;
-        store_to(grad_gain + i, n - i, load_from(grad_gain + i, n - i) + g * unit);
+        store_to(grad_gain + i, n - i, fused(g, unit, load_from(grad_gain + i, n - i)));
         store_to(grad_x + i, n - i, (g * load_from(gain + i, n - i) - unit * mean) * factor);
     }
 }
