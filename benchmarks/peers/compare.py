@@ -115,7 +115,7 @@ def compare(served: Sequence[Served], options: argparse.Namespace, output: IO[st
 
 
 def table(rates: Rates, names: Sequence[str], batches: Sequence[int]) -> str:
-    """Medians as Markdown, a row a system; last, how many times as fast each of ours is as the best peer, whatever its precision."""
+    """Medians as Markdown, a row a system; last, how many times as fast each of ours is as the best peer."""
     median = {key: statistics.median(values) for key, values in rates.items()}
     rows = [["tokens/s", *(f"batch {batch}" for batch in batches)], ["---", *("---:" for _ in batches)]]
     rows += [[name, *(f"{median[name, batch]:.0f}" for batch in batches)] for name in names]

@@ -60,8 +60,9 @@ class Case:
 @st.composite
 def configs(draw: st.DrawFn, width_step: int) -> ModelConfig:
     """Widths are multiples of `width_step`, seldom of a vector, a panel or 64."""
-    kv_heads, repeat = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    dims = [dim for dim in (8, 16, 32, 40, 48, 64, 80) if kv_heads * repeat * dim % width_step == 0]
+    kv_heads, repeat = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    widest = 128 if kv_heads * repeat <= 5 else 80
+    dims = [d for d in (8, 16, 32, 40, 48, 64, 80, 128) if d <= widest and kv_heads * repeat * d % width_step == 0]
     widths = st.integers(1, 160 // width_step).map(lambda n: n * width_step)
     return ModelConfig(
         family="llama",

@@ -232,6 +232,29 @@ def test_integer_products_are_scaled_then_biased_then_added_to_the_residual(each
     assert within(found, exact, 1e-5)
 
 
+@pytest.mark.parametrize("k", [1, 512, 513, 1024, 4100])
+def test_products_of_16_bit_rows_and_8_bit_codes_are_exact_at_their_largest(each_level: CpuKernels, k):
+    codes = torch.full((7, k), int(INT16.largest), dtype=torch.int16)
+    codes[1].neg_()
+    codes[2, ::2] *= -1
+    codes[3] = torch.randint(-32512, 32513, (k,))
+    right = torch.full((k, 18), 127, dtype=torch.int8)
+    right[:, 1].neg_()
+    right[:, 2] = torch.randint(-127, 128, (k,))
+    exact = codes.double() @ right.double()
+    assert torch.equal(each_level._mixed_product(codes, torch.ones(7), right), exact.float())
+
+
+def test_products_over_no_rows_or_nothing_are_empty_or_zero(each_level: CpuKernels):
+    weight = each_level.pack_codes(torch.ones(5, 8, dtype=torch.int8))
+    none = each_level.integer_matmul(
+        torch.ones(0, 8, dtype=torch.int8), torch.ones(0), weight, torch.ones(5), None, None
+    )
+    assert none.shape == (0, 5)
+    grad = each_level.grad_weight(torch.ones(0, 5), torch.ones(0, 8, dtype=torch.int8), torch.ones(0))
+    assert torch.equal(grad, torch.zeros(5, 8))
+
+
 def test_a_scale_that_is_nan_makes_its_row_nan(each_level: CpuKernels):
     codes, weight = torch.ones(3, 8, dtype=torch.int8), torch.ones(5, 8, dtype=torch.int8)
     rows = torch.tensor([1.0, math.nan, 1.0])
