@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qarl.ops.reference import KVCodes, KVStore, PackedCodes, PackedInt4, ReferenceKernels, Scores, Spans, shape_of
-from qarl.quant.formats import INT8, INT16, IntegerFormat
+from qarl.quant.formats import INT4, INT8, INT16, IntegerFormat
 
 LARGEST_GROUP = 128
 """Largest group of 4-bit weights that share a scale, in the kernel."""
@@ -108,16 +108,20 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_gated_backward(address(grad_TF), address(gate_up), *grad_TF.shape, address(grad))
         return grad
 
-    def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Panels of 16 columns by groups of 4 along K."""
+    def pack_codes(self, codes_NK: Tensor, grid: IntegerFormat = INT8) -> PackedCodes:
+        """Panels of 16 columns by groups of 4 along K; 4-bit codes two to a byte."""
         n, k = codes_NK.shape
         rows, width = round_up(n, 64), round_up(k, 64)
-        packed = torch.empty(rows * width, dtype=codes_NK.dtype)
         if codes_NK.dtype == torch.int16:
+            packed = torch.empty(rows * width, dtype=torch.int16)
             self.library.qarl_pack_int12(self.integer_level, address(codes_NK), n, k, address(packed))
             return PackedCodes(codes_NK, packed)
         corrections = torch.empty(rows, dtype=torch.int32)
-        self.library.qarl_pack_int8(address(codes_NK), n, k, address(packed), address(corrections))
+        if grid is INT4:
+            packed, pack = torch.empty(rows * width // 2, dtype=torch.uint8), self.library.qarl_pack_nibbles
+        else:
+            packed, pack = torch.empty(rows * width, dtype=torch.int8), self.library.qarl_pack_int8
+        pack(address(codes_NK), n, k, address(packed), address(corrections))
         return PackedCodes(codes_NK, packed, corrections)
 
     def integer_matmul(
@@ -133,13 +137,15 @@ class CpuKernels(ReferenceKernels):
         as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
         (rows, k), n = codes_TK.shape, len(weight.codes)
         assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
+        assert weight.packed is not None
         y = torch.empty(rows, n)
         left = map(address, (codes_TK, row_scales_T, weight.packed))
         rest = (*map(address, (column_scales_N, bias_N, residual_TN)), rows, n, k, address(y))
         if codes_TK.dtype == torch.int16:
             self.library.qarl_int12_matmul(self.integer_level, *left, *rest)
         else:
-            self.library.qarl_int8_matmul(self.integer_level, *left, address(weight.corrections), *rest)
+            nibbles = weight.packed.dtype == torch.uint8
+            self.library.qarl_int8_matmul(self.integer_level, nibbles, *left, address(weight.corrections), *rest)
         return y
 
     def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ Rows = tuple[Tensor, Tensor | None]
 class IntegerOperand:
     """Integer codes on both sides, summed exactly; `scales` [N], activations per token on the grid `rows_grid`.
 
-    4-bit codes are held, and multiplied, as int8.
+    4-bit codes are packed two to a byte, and multiplied as int8.
     """
 
     weight: PackedCodes
@@ -171,7 +171,7 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
     if is_integer(first.scheme):
         require_exact_integers()
-        packed = kernels().pack_codes(stack([p.codes for p in quantized]))
+        packed = kernels().pack_codes(stack([p.codes for p in quantized]), weight_grid(first.scheme))
         return IntegerOperand(packed, stack([p.scale[:, 0] for p in quantized]), bias, activation_grid(first.scheme))
     if is_weight_only_int4(first.scheme):
         codes, scales = stack([p.codes for p in quantized]), stack([p.scale for p in quantized])
@@ -198,6 +198,12 @@ def is_weight_only_int4(scheme: Scheme) -> bool:
         and weight.granularity.size <= LARGEST_GROUP
         and scheme.activation is None
     )
+
+
+def weight_grid(scheme: Scheme) -> IntegerFormat:
+    """The grid of an integer scheme's weights."""
+    assert scheme.weight is not None and isinstance(scheme.weight.format, IntegerFormat)
+    return scheme.weight.format
 
 
 def activation_grid(scheme: Scheme) -> IntegerFormat:

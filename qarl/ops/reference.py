@@ -137,8 +137,8 @@ class ReferenceKernels:
         grad_gate = grad_TF * up * (sigmoid + silu * (1 - sigmoid))
         return torch.cat([grad_gate, grad_TF * silu], -1)
 
-    def pack_codes(self, codes_NK: Tensor) -> PackedCodes:
-        """Weight codes (int8, or int16 in [-2047, 2047]) in the layout that `integer_matmul` wants."""
+    def pack_codes(self, codes_NK: Tensor, grid: IntegerFormat = INT8) -> PackedCodes:
+        """Weight codes of a grid (int8, or int16 in [-2047, 2047]) in the layout that `integer_matmul` wants."""
         return PackedCodes(codes_NK)
 
     def integer_matmul(

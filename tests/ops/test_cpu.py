@@ -232,6 +232,26 @@ def test_integer_products_are_scaled_then_biased_then_added_to_the_residual(each
     assert within(found, exact, 1e-5)
 
 
+@pytest.mark.parametrize("n", [1, 16, 33, 200])
+@pytest.mark.parametrize("k", [1, 3, 52, 65, 576])
+def test_4_bit_weights_have_the_products_of_the_same_codes_in_bytes(each_level: CpuKernels, n, k):
+    weight = torch.randint(-8, 8, (n, k)).to(torch.int8)
+    scales, bias = torch.rand(n), torch.randn(n)
+    packed, nibbles = each_level.pack_codes(weight), each_level.pack_codes(weight, INT4)
+    assert packed.packed is not None and nibbles.packed is not None
+    assert 2 * nibbles.packed.nbytes == packed.packed.nbytes
+    for rows in (1, 2, 7, 17, 40):
+        codes, row_scales, residual = (
+            torch.randint(-127, 128, (rows, k)).to(torch.int8),
+            torch.rand(rows),
+            torch.randn(rows, n),
+        )
+        found = [each_level.integer_matmul(codes, row_scales, w, scales, bias, residual) for w in (packed, nibbles)]
+        assert torch.equal(found[0], found[1])
+        exact = codes.double() @ weight.double().t() * row_scales.double()[:, None] * scales + bias + residual
+        assert within(found[1], exact, 1e-2)
+
+
 @pytest.mark.parametrize("k", [1, 512, 513, 1024, 4100])
 def test_products_of_16_bit_rows_and_8_bit_codes_are_exact_at_their_largest(each_level: CpuKernels, k):
     codes = torch.full((7, k), int(INT16.largest), dtype=torch.int16)

@@ -57,6 +57,20 @@ void qarl_pack_int8(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, i
     }
 }
 
+// 4-bit codes, held in int8, to packed panels of nibbles.
+void qarl_pack_nibbles(const int8_t *codes, int64_t n, int64_t k, uint8_t *packed, int32_t *corrections) {
+    int64_t groups = round_up(n, COLUMNS * BLOCK_PANELS) * round_up(k, K_MULTIPLE) / (4 * COLUMNS), half = 2 * COLUMNS;
+    int8_t *bytes = malloc(groups * 4 * COLUMNS);
+    qarl_pack_int8(codes, n, k, bytes, corrections);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < groups; i++)
+        for (int64_t j = 0; j < half; j++) {
+            int8_t low = bytes[i * 2 * half + j], high = bytes[i * 2 * half + half + j];
+            packed[i * half + j] = (uint8_t)((low + 8) | (high + 8) << 4);
+        }
+    free(bytes);
+}
+
 // 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes; either way two bytes a code.
 void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void *packed) {
     if (level != 2) {
@@ -88,25 +102,27 @@ void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t
     }
 }
 
-// `level` is at most what `qarl_integer_level` answered. bias and residual may be NULL.
-void qarl_int8_matmul(int level, const int8_t *codes, const float *row_scales, const int8_t *packed,
+// `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. bias and
+// residual may be NULL.
+void qarl_int8_matmul(int level, int nibbles, const int8_t *codes, const float *row_scales, const void *weights,
                       const int32_t *corrections, const float *column_scales, const float *bias, const float *residual,
                       int64_t rows, int64_t n, int64_t k, float *y) {
     epilogue e = {row_scales, column_scales, bias, residual, y, n};
+    packed_codes packed = {nibbles ? NULL : weights, nibbles ? weights : NULL};
     (void)corrections, (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {
-        amx_int8(codes, packed, rows, k, &e);
+        amx_int8(codes, &packed, rows, k, &e);
         return;
     }
 #endif
 #if defined(HAVE_VNNI)
     if (level == 1) {
-        vnni_int8(codes, packed, corrections, rows, k, &e);
+        vnni_int8(codes, &packed, corrections, rows, k, &e);
         return;
     }
 #endif
-    pairs_int8(codes, packed, rows, k, &e);
+    pairs_int8(codes, &packed, rows, k, &e);
 }
 
 // The same for 12-bit codes [rows, k] and weights.
@@ -122,7 +138,7 @@ void qarl_int12_matmul(int level, const int16_t *codes, const float *row_scales,
         return;
     }
 #endif
-    pair_weights w = {NULL, packed, 1};
+    pair_weights w = {{NULL, NULL}, packed, 1};
     pairs_wide(codes, &w, rows, k, &e);
 }
 
@@ -137,6 +153,6 @@ void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales,
         return;
     }
 #endif
-    pair_weights w = {packed, NULL, 1};
+    pair_weights w = {{packed, NULL}, NULL, 1};
     pairs_wide(codes, &w, rows, k, &e);
 }

@@ -30,6 +30,27 @@ static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multip
 
 static inline int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
 
+typedef struct {  // packed 8-bit codes; or 4-bit ones, in nibbles: of each group the first 8 columns low, the others high
+    const int8_t *bytes;
+    const uint8_t *nibbles;
+} packed_codes;
+
+// `count` panels from `panel` on as bytes: where they lie, or expanded into `room`, which then stays in the cache.
+static inline const int8_t *panels_of(const packed_codes *w, int64_t panel, int64_t count, int64_t width, int8_t *room) {
+    if (w->bytes) return w->bytes + panel * width * COLUMNS;
+    const uint8_t *in = w->nibbles + panel * width * COLUMNS / 2;
+    for (int64_t i = 0; i < count * width / 4; i++)
+        for (int64_t j = 0; j < 2 * COLUMNS; j++) {
+            room[i * 4 * COLUMNS + j] = (int8_t)((in[i * 2 * COLUMNS + j] & 15) - 8);
+            room[i * 4 * COLUMNS + 2 * COLUMNS + j] = (int8_t)((in[i * 2 * COLUMNS + j] >> 4) - 8);
+        }
+    return room;
+}
+
+static inline int8_t *room_for(const packed_codes *w, int64_t panels, int64_t width) {
+    return w->bytes ? NULL : aligned_alloc(64, panels * width * COLUMNS);
+}
+
 typedef struct {  // everything an epilogue needs to finish rows of y
     const float *row_scales, *column_scales, *bias, *residual;
     float *y;

@@ -43,7 +43,7 @@ static void amx_int8_block(const int8_t *a, int64_t width, const int8_t *w0, con
     _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
 
-static void amx_int8(const int8_t *codes, const int8_t *packed, int64_t rows, int64_t k, const epilogue *e) {
+static void amx_int8(const int8_t *codes, const packed_codes *packed, int64_t rows, int64_t k, const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE), blocks = round_up(e->n, 32) / 32;
     int is_whole = rows % 16 == 0 && k % K_MULTIPLE == 0;
     int8_t *copy = is_whole ? NULL : padded_rows(codes, rows, k, 16, 0);
@@ -51,10 +51,11 @@ static void amx_int8(const int8_t *codes, const int8_t *packed, int64_t rows, in
 #pragma omp parallel
     {
         int32_t sums[32 * 32] __attribute__((aligned(64)));
+        int8_t *room = room_for(packed, 2, width);
         configure_tiles();
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {
-            const int8_t *w = packed + b * 2 * width * COLUMNS;
+            const int8_t *w = panels_of(packed, 2 * b, 2, width, room);
             int64_t first = b * 32, columns = e->n - first < 32 ? e->n - first : 32;
             for (int64_t t = 0; t < rows; t += 32) {
                 int64_t count = rows - t < 32 ? rows - t : 32;
@@ -63,6 +64,7 @@ static void amx_int8(const int8_t *codes, const int8_t *packed, int64_t rows, in
             }
         }
         _tile_release();
+        free(room);
     }
     free(copy);
 }

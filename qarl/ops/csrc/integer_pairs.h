@@ -101,17 +101,22 @@ typedef void (*pair_tile)(const int16_t *, int64_t, const void *, int64_t, int32
 DEFINE_PAIR_TILES(byte_tile, int8_t, widen)
 DEFINE_PAIR_TILES(short_tile, int16_t, load_shorts)
 
-typedef struct {  // packed weights of 8 or of 12 bits, and whether sums may pass int32 on the way
-    const int8_t *bytes;
+typedef struct {  // packed weights of 4 or 8 bits, or of 12, and whether sums may pass int32 on the way
+    packed_codes codes;
     const int16_t *shorts;
     int is_wide;
 } pair_weights;
 
+typedef struct {  // one panel of them
+    const int8_t *bytes;
+    const int16_t *shorts;
+} pair_panel;
+
 // Sums of up to PAIR_ROWS rows and the columns of one panel, `groups` groups of k from group `i` on.
-static inline void panel_sums(const int16_t *x, int64_t stride, const pair_weights *w, int64_t at, int64_t rows,
-                              int64_t i, int64_t groups, int32_t *sums) {
+static inline void panel_sums(const int16_t *x, int64_t stride, const pair_panel *w, int64_t rows, int64_t i,
+                              int64_t groups, int32_t *sums) {
     for (int c = 0; c < COLUMNS; c += PAIRS) {
-        int64_t first = at + 4 * (i * COLUMNS + c);
+        int64_t first = 4 * (i * COLUMNS + c);
         if (w->bytes)
             byte_tiles[rows](x + 4 * i, stride, w->bytes + first, groups, sums + c);
         else
@@ -122,31 +127,31 @@ static inline void panel_sums(const int16_t *x, int64_t stride, const pair_weigh
 #define WIDE_GROUPS 128  // 4 * 128 products of 32512 * 128 or of 2047 * 2047 still fit int32
 
 // The same in doubles, which hold these sums exactly: int32 sums are taken of as many groups as are safe.
-static void wide_sums(const int16_t *x, int64_t stride, const pair_weights *w, int64_t at, int64_t rows, int64_t groups,
+static void wide_sums(const int16_t *x, int64_t stride, const pair_panel *w, int64_t rows, int64_t groups,
                       double *totals) {
     int64_t chunks = groups / WIDE_GROUPS + 1, chunk = (groups + chunks - 1) / chunks;
     memset(totals, 0, rows * COLUMNS * sizeof(double));
     for (int64_t i = 0; i < groups; i += chunk) {
         int32_t sums[PAIR_ROWS * COLUMNS];
-        panel_sums(x, stride, w, at, rows, i, at_most(chunk, groups - i), sums);
+        panel_sums(x, stride, w, rows, i, at_most(chunk, groups - i), sums);
         for (int64_t j = 0; j < rows * COLUMNS; j++) totals[j] += sums[j];
     }
 }
 
 // One panel's columns, which start at `first`, of rows `t` to `end`.
-static void pair_panel(const int16_t *x, const pair_weights *w, int64_t t, int64_t end, int64_t width, int64_t first,
-                       const epilogue *e) {
-    int64_t columns = at_most(COLUMNS, e->n - first), groups = width / 4, at = first * width;
+static void multiply_panel(const int16_t *x, const pair_panel *w, int is_wide, int64_t t, int64_t end, int64_t width,
+                           int64_t first, const epilogue *e) {
+    int64_t columns = at_most(COLUMNS, e->n - first), groups = width / 4;
     for (; t < end; t += PAIR_ROWS) {
         int64_t rows = at_most(PAIR_ROWS, end - t);
         int32_t sums[PAIR_ROWS * COLUMNS];
         double totals[PAIR_ROWS * COLUMNS];
-        if (w->is_wide)
-            wide_sums(x + t * width, width, w, at, rows, groups, totals);
+        if (is_wide)
+            wide_sums(x + t * width, width, w, rows, groups, totals);
         else
-            panel_sums(x + t * width, width, w, at, rows, 0, groups, sums);
+            panel_sums(x + t * width, width, w, rows, 0, groups, sums);
         for (int64_t r = 0; r < rows; r++) {
-            if (w->is_wide)
+            if (is_wide)
                 finish_wide(e, t + r, first, columns, totals + r * COLUMNS);
             else
                 finish_int8(e, t + r, first, columns, sums + r * COLUMNS);
@@ -161,9 +166,20 @@ static void multiply_in_pairs(const int16_t *x, const pair_weights *w, int64_t r
     int64_t block = CACHED_ROWS / (width + 1) / PAIR_ROWS * PAIR_ROWS;
     if (block < PAIR_ROWS) block = PAIR_ROWS;
 #pragma omp parallel
-    for (int64_t t = 0; t < rows; t += block) {
+    {
+        int8_t *room = w->shorts ? NULL : room_for(&w->codes, 1, width);
+        for (int64_t t = 0; t < rows; t += block) {
 #pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < panels; p++) pair_panel(x, w, t, at_most(t + block, rows), width, p * COLUMNS, e);
+            for (int64_t p = 0; p < panels; p++) {
+                pair_panel panel = {NULL, NULL};
+                if (w->shorts)
+                    panel.shorts = w->shorts + p * width * COLUMNS;
+                else
+                    panel.bytes = panels_of(&w->codes, p, 1, width, room);
+                multiply_panel(x, &panel, w->is_wide, t, at_most(t + block, rows), width, p * COLUMNS, e);
+            }
+        }
+        free(room);
     }
 }
 
@@ -178,10 +194,10 @@ static int16_t *widened_rows(const int8_t *codes, int64_t rows, int64_t k, int64
     return wide;
 }
 
-static void pairs_int8(const int8_t *codes, const int8_t *packed, int64_t rows, int64_t k, const epilogue *e) {
+static void pairs_int8(const int8_t *codes, const packed_codes *packed, int64_t rows, int64_t k, const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE);
     int16_t *x = widened_rows(codes, rows, k, width);
-    pair_weights w = {packed, NULL, 0};
+    pair_weights w = {*packed, NULL, 0};
     multiply_in_pairs(x, &w, rows, width, e);
     free(x);
 }

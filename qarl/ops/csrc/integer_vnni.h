@@ -63,19 +63,25 @@ typedef void (*dot_tile)(const int8_t *, int64_t, const int8_t *, const int32_t 
 static const dot_tile DOT_TILES[] = {NULL,       dot_tile_1, dot_tile_2, dot_tile_3,
                                      dot_tile_4, dot_tile_5, dot_tile_6};
 
-static void vnni_int8(const int8_t *codes, const int8_t *packed, const int32_t *corrections, int64_t rows, int64_t k,
+static void vnni_int8(const int8_t *codes, const packed_codes *packed, const int32_t *corrections, int64_t rows, int64_t k,
                       const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE), blocks = round_up(e->n, DOT_COLUMNS) / DOT_COLUMNS;
     int8_t *a = padded_rows(codes, rows, k, 1, 0x80);
-#pragma omp parallel for schedule(static)
-    for (int64_t b = 0; b < blocks; b++) {
-        int32_t sums[DOT_ROWS * DOT_COLUMNS] __attribute__((aligned(64)));
-        int64_t first = b * DOT_COLUMNS, columns = at_most(DOT_COLUMNS, e->n - first);
-        for (int64_t t = 0; t < rows; t += DOT_ROWS) {
-            int64_t count = at_most(DOT_ROWS, rows - t);
-            DOT_TILES[count](a + t * width, width, packed + first * width, corrections + first, sums);
-            for (int64_t r = 0; r < count; r++) finish_int8(e, t + r, first, columns, sums + r * DOT_COLUMNS);
+#pragma omp parallel
+    {
+        int8_t *room = room_for(packed, DOT_COLUMNS / COLUMNS, width);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < blocks; b++) {
+            int32_t sums[DOT_ROWS * DOT_COLUMNS] __attribute__((aligned(64)));
+            int64_t first = b * DOT_COLUMNS, columns = at_most(DOT_COLUMNS, e->n - first);
+            const int8_t *w = panels_of(packed, first / COLUMNS, DOT_COLUMNS / COLUMNS, width, room);
+            for (int64_t t = 0; t < rows; t += DOT_ROWS) {
+                int64_t count = at_most(DOT_ROWS, rows - t);
+                DOT_TILES[count](a + t * width, width, w, corrections + first, sums);
+                for (int64_t r = 0; r < count; r++) finish_int8(e, t + r, first, columns, sums + r * DOT_COLUMNS);
+            }
         }
+        free(room);
     }
     free(a);
 }
