@@ -203,14 +203,13 @@ class LocalLearner:
                 tokens_BT=micro.tokens_BL,
             )
         )
-        if not is_first and self._is_exact():
-            report.loss.backward()
-            return report.metrics  # the weights have moved since the rollout: this is no mismatch
-        engine_S = micro.engine_BL[micro.mask_BL]
-        learner_S = new_S.detach() if self._is_exact() else old_BL[micro.mask_BL]
-        if self._is_exact():
-            self._require_equal(learner_S, engine_S)
+        engine_S, is_exact = micro.engine_BL[micro.mask_BL], self._is_exact()
+        if is_exact and is_first:
+            self._require_equal(new_S.detach(), engine_S)
         report.loss.backward()
+        if is_exact and not is_first:
+            return report.metrics  # the weights have moved since the rollout: this is no mismatch
+        learner_S = new_S.detach() if is_exact else old_BL[micro.mask_BL]
         return report.metrics | mismatch_metrics(learner_S, engine_S)
 
     def _require_equal(self, learner_S: Tensor, engine_S: Tensor) -> None:

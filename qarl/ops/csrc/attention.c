@@ -88,8 +88,6 @@ static int64_t gather_rows(const int64_t *pointers, const int64_t *starts, const
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-ALWAYS_INLINE vf load_up_to(const float *p, int64_t left) { return left >= LANES ? load(p) : load_part(p, left, 0); }
-
 ALWAYS_INLINE vf load_kv(const kv_store *store, int64_t at, int64_t d, int64_t c) {  // lanes c .. c + LANES of one head
     if (store->values) return load_up_to(store->values + at * d + c, d - c);
     vb codes = {0};
@@ -198,14 +196,14 @@ ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store
             for (int64_t w = 0; w < count; w++) {
                 vf result = acc[h][w] * splat(1.0f / totals[h]);
                 int64_t at = (first + w) * LANES;
-                store_part(out + h * d + at, d - at < LANES ? d - at : LANES, result);
+                store_up_to(out + h * d + at, d - at, result);
             }
     }
 }
 
 ALWAYS_INLINE void attend_heads(const float *q, const kv_store *keys, const kv_store *values, const int64_t *rows,
-                                int64_t g, int64_t visible, int64_t padded, int64_t heads, int64_t d,
-                                float scale, float *scores, float *out, float *lse) {
+                                int64_t g, int64_t visible, int64_t padded, int64_t heads, int64_t d, float scale,
+                                float *scores, float *out, float *lse) {
     scores_of(q, keys, rows, g, visible, padded, heads, d, scale, scores);
     float totals[MOST_HEADS];
     for (int64_t h = 0; h < heads; h++) {
@@ -216,30 +214,28 @@ ALWAYS_INLINE void attend_heads(const float *q, const kv_store *keys, const kv_s
     mix(scores, totals, values, rows, g, visible, padded, heads, d, out);
 }
 
-// Up to MOST_HEADS query heads of one kv head; common sizes are compiled with their loops unrolled.
-static void attend(const float *q, const kv_store *keys, const kv_store *values, const int64_t *rows,
-                   int64_t g, int64_t visible, int64_t padded, int64_t heads, int64_t d, float scale, float *scores,
+// (heads, d) that are compiled with their loops unrolled.
+#define COMMON_SIZES(CASE) \
+    CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(1, 128) CASE(2, 128) CASE(4, 128)
+
+// Up to MOST_HEADS query heads of one kv head.
+static void attend(const float *q, const kv_store *keys, const kv_store *values, const int64_t *rows, int64_t g,
+                   int64_t visible, int64_t padded, int64_t heads, int64_t d, float scale, float *scores,
                    float *out, float *lse) {
 #define CASE(count, size)                                                                                              \
     if (heads == count && d == size && keys->values) {                                                                 \
         kv_store k = *keys, v = *values;                                                                               \
         k.codes = v.codes = NULL;                                                                                      \
-        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);             \
+        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);                       \
         return;                                                                                                        \
     }                                                                                                                  \
     if (heads == count && d == size) {                                                                                 \
         kv_store k = *keys, v = *values;                                                                               \
         k.values = v.values = NULL;                                                                                    \
-        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);             \
+        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);                       \
         return;                                                                                                        \
     }
-    CASE(1, 64)
-    CASE(2, 64)
-    CASE(3, 64)
-    CASE(4, 64)
-    CASE(1, 128)
-    CASE(2, 128)
-    CASE(4, 128)
+    COMMON_SIZES(CASE)
 #undef CASE
     attend_heads(q, keys, values, rows, g, visible, padded, heads, d, scale, scores, out, lse);
 }
@@ -248,8 +244,8 @@ static void attend(const float *q, const kv_store *keys, const kv_store *values,
 // `visible[t]` keys; sequence s owns spans pointers[s] .. pointers[s+1] of rows in the stores.
 void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float *key_scales, float *value_values,
                     int8_t *value_codes, float *value_scales, int64_t row_step, int64_t head_step,
-                    const int64_t *sequences, const int64_t *visible, const int64_t *pointers, const int64_t *starts, const int64_t *lengths, float *out, float *lse,
-                    float scale, int64_t queries, int64_t heads, int64_t kv_heads, int64_t d, int64_t longest) {
+                    const int64_t *sequences, const int64_t *visible, const int64_t *pointers,
+                    const int64_t *starts, const int64_t *lengths, float *out, float *lse, float scale, int64_t queries, int64_t heads, int64_t kv_heads, int64_t d, int64_t longest) {
     int64_t repeat = heads / kv_heads, together = repeat < MOST_HEADS ? repeat : MOST_HEADS;
     int64_t room = (longest + LANES - 1) / LANES * LANES;
     kv_store keys = {key_values, key_codes, key_scales, row_step, head_step};
@@ -342,9 +338,8 @@ ALWAYS_INLINE void add_to_rows(const attention_gradient *a, const int64_t *rows,
                     }
                 }
             for (int64_t w = 0; w < chunks; w++) {
-                int64_t left = width - w * LANES;
-                store_part(a->dk + at + first + w * LANES, left < LANES ? left : LANES, of_key[w]);
-                store_part(a->dv + at + first + w * LANES, left < LANES ? left : LANES, of_value[w]);
+                store_up_to(a->dk + at + first + w * LANES, width - w * LANES, of_key[w]);
+                store_up_to(a->dv + at + first + w * LANES, width - w * LANES, of_value[w]);
             }
         }
     }
@@ -368,13 +363,7 @@ static void block_gradient_of(const attention_gradient *a, const int64_t *rows, 
         block_gradient(a, rows, visible, t, count, g, head, seen, padded, fixed_heads, size, p, ds);                   \
         return;                                                                                                        \
     }
-    CASE(1, 64)
-    CASE(2, 64)
-    CASE(3, 64)
-    CASE(4, 64)
-    CASE(1, 128)
-    CASE(2, 128)
-    CASE(4, 128)
+    COMMON_SIZES(CASE)
 #undef CASE
     block_gradient(a, rows, visible, t, count, g, head, seen, padded, heads, a->d, p, ds);
 }

@@ -75,6 +75,11 @@ static inline vf vmax(vf a, vf b) {  // b where either is NaN
 
 static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
+// The same where `left` numbers remain, be they a whole vector or fewer.
+static inline vf load_up_to(const float *p, int64_t left) { return left >= LANES ? load(p) : load_part(p, left, 0); }
+
+static inline void store_up_to(float *p, int64_t left, vf x) { store_part(p, left < LANES ? left : LANES, x); }
+
 typedef float v4 __attribute__((vector_size(16)));
 
 static inline float sum_lanes(vf x) {  // always the same tree: halves are added until one lane is left

@@ -107,25 +107,21 @@ void qarl_gated_quantize(const float *gate_up, int64_t rows, int64_t n, int8_t *
 
 // ---------------------------------------------------------------------------------------------- gradients
 
-static inline vf load_from(const float *p, int64_t left) { return left >= LANES ? load(p) : load_part(p, left, 0); }
-
-static inline void store_to(float *p, int64_t left, vf x) { store_part(p, left < LANES ? left : LANES, x); }
-
 // One row of the gradient of `rms_norm_row`; the gain's is added to `grad_gain`.
 static void rms_norm_gradient(const float *grad, const float *x, const float *gain, float eps, int64_t n, float *grad_x,
                               float *grad_gain) {
     vf squares = splat(0), products = splat(0);
     for (int64_t i = 0; i < n; i += LANES) {
-        vf v = load_from(x + i, n - i);
+        vf v = load_up_to(x + i, n - i);
         squares = fused(v, v, squares);
-        products = fused(load_from(grad + i, n - i) * load_from(gain + i, n - i), v, products);
+        products = fused(load_up_to(grad + i, n - i) * load_up_to(gain + i, n - i), v, products);
     }
     float inverse = 1.0f / sqrtf(sum_lanes(squares) / (float)n + eps);
     vf factor = splat(inverse), mean = splat(sum_lanes(products) * inverse / (float)n);
     for (int64_t i = 0; i < n; i += LANES) {
-        vf g = load_from(grad + i, n - i), unit = load_from(x + i, n - i) * factor;
-        store_to(grad_gain + i, n - i, fused(g, unit, load_from(grad_gain + i, n - i)));
-        store_to(grad_x + i, n - i, (g * load_from(gain + i, n - i) - unit * mean) * factor);
+        vf g = load_up_to(grad + i, n - i), unit = load_up_to(x + i, n - i) * factor;
+        store_up_to(grad_gain + i, n - i, fused(g, unit, load_up_to(grad_gain + i, n - i)));
+        store_up_to(grad_x + i, n - i, (g * load_up_to(gain + i, n - i) - unit * mean) * factor);
     }
 }
 
@@ -152,11 +148,11 @@ void qarl_gated_backward(const float *grad, const float *gate_up, int64_t rows, 
         const float *gate = gate_up + t * 2 * n, *up = gate + n;
         float *grad_gate = grad_gate_up + t * 2 * n, *grad_up = grad_gate + n;
         for (int64_t i = 0; i < n; i += LANES) {
-            vf x = load_from(gate + i, n - i), g = load_from(grad + t * n + i, n - i), one = splat(1.0f);
+            vf x = load_up_to(gate + i, n - i), g = load_up_to(grad + t * n + i, n - i), one = splat(1.0f);
             vf sigmoid = one / (one + vexp(-vmax(x, splat(-88.0f))));
             vf value = x * sigmoid;
-            store_to(grad_up + i, n - i, g * value);
-            store_to(grad_gate + i, n - i, g * load_from(up + i, n - i) * (sigmoid + value * (one - sigmoid)));
+            store_up_to(grad_up + i, n - i, g * value);
+            store_up_to(grad_gate + i, n - i, g * load_up_to(up + i, n - i) * (sigmoid + value * (one - sigmoid)));
         }
     }
 }
