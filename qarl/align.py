@@ -186,7 +186,8 @@ class _Replay(Rollout):
         longest = max(len(completion) for completion in completions)
         sampling = Sampling(temperature=1.0, max_new_tokens=longest, stop_token_ids=())
         cache = engine.cache_for([share.prompt], len(completions), sampling)
-        super().__init__(engine, sampling, len(completions), cache)
+        super().__init__(engine, sampling, len(completions), cache, len(share.prompt.token_ids) + longest)
+        self.decoding.can_record = False  # a graph does not say what its layers give
         self.share = share
         self.completions = completions
         self.learner_LTD = learner_LTD
@@ -201,14 +202,14 @@ class _Replay(Rollout):
         with _layer_outputs(self.decoder) as self.engine_LBD:
             self.all(requests)
 
-    def _sample(self, requests: Sequence[Request], hidden_BD: Tensor) -> None:
+    def _sample(self, requests: Sequence[Request], logits_BV: Tensor) -> None:
         """Take the tokens that were sampled before; every request is at the same time step."""
         times = [len(request.token_ids) for request in requests]
         rows = torch.stack([self.rows[r.index][t] for r, t in zip(requests, times, strict=True)])
         if times[0] > 0:  # the first token comes from the prompt's forward, whose rows are laid out otherwise
             for gap, engine_BD, learner_TD in zip(self.findings.layers, self.engine_LBD, self.learner_LTD, strict=True):
                 gap.add(engine_BD, learner_TD[rows])
-        best = logits(self.decoder.head(), hidden_BD).argmax(-1)
+        best = logits_BV.argmax(-1)
         theirs = torch.stack([self.learner_argmax[r.index][t] for r, t in zip(requests, times, strict=True)])
         self.findings.argmax_flips += int((best != theirs).sum())
         for request, t in zip(requests, times, strict=True):

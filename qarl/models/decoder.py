@@ -7,7 +7,7 @@ Shape letters: T tokens, D hidden, V vocabulary, G key/value heads, C head dimen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -202,12 +202,20 @@ class Decoder(nn.Module):
         self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, cache: Cache
     ) -> Tensor:
         """Hidden states [T, D] with keys and values written to and read from an engine's cache."""
-        rotation = self.rotation(longest)
         x_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        for output_TD in self.layers_cached(x_TD, positions_T, spans, longest, cache):
+            x_TD = output_TD
+        return x_TD
+
+    def layers_cached(
+        self, x_TD: Tensor, positions_T: Tensor, spans: Spans, longest: int, cache: Cache
+    ) -> Iterator[Tensor]:
+        """The outputs [T, D] of the layers in turn, as `hidden_cached` computes them from embeddings."""
+        rotation = self.rotation(longest)
         for index, layer in enumerate(self.layers):
             store = Store(cache.keys[index], cache.values[index], cache.slots_T)
             x_TD = layer(x_TD, positions_T, rotation, spans, store)
-        return x_TD
+            yield x_TD
 
     def head(self) -> Head:
         """The output projection as served."""
@@ -219,6 +227,11 @@ class Decoder(nn.Module):
         """[T, V] logits of one whole sequence."""
         length = len(token_ids_T)
         return logits(self.head(), self.hidden(token_ids_T, torch.arange(length), one_sequence(length), length))
+
+    def operands(self) -> list[Operand]:
+        """Everything that is multiplied with, the head last."""
+        found = [*(projection.operand for projection in self.projections()), self.head_operand]
+        return [operand for operand in found if operand is not None]
 
     def serve_masters(self) -> None:
         """Serve the full-precision masters themselves (scheme `none`)."""

@@ -53,8 +53,16 @@ class CpuKernels(ReferenceKernels):
         self.panel = int(library.qarl_panel_columns())
         self.gain_rows = int(library.qarl_gain_rows())
 
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for a result."""
+        return torch.empty(shape, dtype=dtype)
+
+    def empty_codes(self, rows: int, width: int, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+        """Memory for codes [rows, width] and a scale a row."""
+        return self.empty(rows, width, dtype=dtype), self.empty(rows)
+
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-        x_TD, y = x_TD.contiguous(), torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        x_TD, y = x_TD.contiguous(), self.empty(*x_TD.shape)
         as_float(x_TD, gain_D)
         width = x_TD.shape[-1]
         sizes = (x_TD.numel() // width, width)
@@ -63,7 +71,7 @@ class CpuKernels(ReferenceKernels):
 
     def rms_norm_quantize(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         as_float(x_TD, gain_D)
-        codes, scales = empty_codes(*x_TD.shape)
+        codes, scales = self.empty_codes(*x_TD.shape)
         self.library.qarl_rms_norm_quantize(
             address(x_TD), address(gain_D), eps, *x_TD.shape, address(codes), address(scales)
         )
@@ -72,7 +80,7 @@ class CpuKernels(ReferenceKernels):
     def quantize_rows(self, x_TK: Tensor, grid: IntegerFormat = INT8) -> tuple[Tensor, Tensor]:
         as_float(x_TK)
         rows, width = x_TK.shape
-        codes, scales = empty_codes(rows, width, grid.code_dtype)
+        codes, scales = self.empty_codes(rows, width, grid.code_dtype)
         wide = grid.code_dtype == torch.int16
         quantize = self.library.qarl_quantize_rows_wide if wide else self.library.qarl_quantize_rows
         quantize(address(x_TK), grid.largest, *x_TK.shape, address(codes), address(scales))
@@ -81,14 +89,14 @@ class CpuKernels(ReferenceKernels):
     def gated(self, gate_up_TF: Tensor) -> Tensor:
         as_float(gate_up_TF)
         rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
-        y = gate_up_TF.new_empty(rows, width)
+        y = self.empty(rows, width)
         self.library.qarl_gated(address(gate_up_TF), rows, width, address(y))
         return y
 
     def gated_quantize(self, gate_up_TF: Tensor) -> tuple[Tensor, Tensor]:
         as_float(gate_up_TF)
         rows, width = len(gate_up_TF), gate_up_TF.shape[1] // 2
-        codes, scales = empty_codes(rows, width)
+        codes, scales = self.empty_codes(rows, width)
         self.library.qarl_gated_quantize(address(gate_up_TF), rows, width, address(codes), address(scales))
         return codes, scales
 
@@ -138,7 +146,7 @@ class CpuKernels(ReferenceKernels):
         (rows, k), n = codes_TK.shape, len(weight.codes)
         assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
         assert weight.packed is not None
-        y = torch.empty(rows, n)
+        y = self.empty(rows, n)
         left = map(address, (codes_TK, row_scales_T, weight.packed))
         rest = (*map(address, (column_scales_N, bias_N, residual_TN)), rows, n, k, address(y))
         if codes_TK.dtype == torch.int16:
@@ -167,7 +175,7 @@ class CpuKernels(ReferenceKernels):
         as_float(x_TN, factors)
         rows, n = x_TN.shape
         shape = (rows, n) if by == "rows" else (n, rows)
-        codes, scales = empty_codes(*shape, torch.int16)
+        codes, scales = self.empty_codes(*shape, torch.int16)
         quantize = getattr(self.library, f"qarl_quantize_scaled_{by}")
         quantize(address(x_TN), address(factors), INT16.largest, rows, n, address(codes), address(scales))
         return codes, scales
@@ -178,7 +186,7 @@ class CpuKernels(ReferenceKernels):
         assert k <= LONGEST_SUM and right_KN.shape[0] == k
         packed = torch.empty(round_up(n, 64) * round_up(k, 64), dtype=torch.int8)
         self.library.qarl_pack_int8_transposed(address(right_KN), n, k, address(packed))
-        y = torch.empty(rows, n)
+        y = self.empty(rows, n)
         inputs = map(address, (codes_MK, scales_M, packed))
         self.library.qarl_mixed_matmul(self.integer_level, *inputs, rows, n, k, address(y))
         return y
@@ -198,7 +206,7 @@ class CpuKernels(ReferenceKernels):
         as_float(x_TK, packed, bias_N, residual_TN)
         rows, k = x_TK.shape
         assert packed.shape[1] == k, "packed weight and input disagree on K"
-        y = x_TK.new_empty(rows, n)
+        y = self.empty(rows, n)
         self.library.qarl_matmul(*map(address, (x_TK, packed, bias_N, residual_TN)), rows, n, k, address(y))
         return y
 
@@ -222,7 +230,7 @@ class CpuKernels(ReferenceKernels):
         as_float(x_TK, bias_N, residual_TN)
         (rows, k), n = x_TK.shape, len(weight.codes)
         assert weight.codes.shape[1] == k, "packed weight and input disagree on K"
-        y = x_TK.new_empty(rows, n)
+        y = self.empty(rows, n)
         inputs = map(address, (x_TK, weight.nibbles, weight.panel_scales, bias_N, residual_TN))
         self.library.qarl_matmul_int4(*inputs, rows, n, k, k // weight.scales.shape[1], address(y))
         return y
@@ -244,7 +252,7 @@ class CpuKernels(ReferenceKernels):
         as_float(qkv_TN, cosines_PC, sines_PC, q_gain, k_gain)
         as_index(positions_T, slots_T)
         rows, (_, kv_heads, dim) = len(qkv_TN), shape_of(keys)
-        q = qkv_TN.new_empty(rows, heads, dim)
+        q = self.empty(rows, heads, dim)
         inputs = map(address, (qkv_TN, positions_T, slots_T, cosines_PC, sines_PC, q_gain, k_gain, q))
         stores = (*store_addresses(keys), *store_addresses(values), *store_steps(keys, values))
         self.library.qarl_split_rotate(*inputs, *stores, eps, rows, heads, kv_heads, dim)
@@ -255,7 +263,7 @@ class CpuKernels(ReferenceKernels):
     ) -> tuple[Tensor, Tensor]:
         as_float(q_THC)
         (rows, heads, dim), (_, kv_heads, _) = q_THC.shape, shape_of(keys)
-        out, lse = torch.empty_like(q_THC), q_THC.new_empty(rows, heads)
+        out, lse = self.empty(rows, heads, dim), self.empty(rows, heads)
         stores = (*store_addresses(keys), *store_addresses(values), *store_steps(keys, values))
         rest = map(address, (*layout(spans), out, lse))
         sizes = (rows, heads, kv_heads, dim, spans.longest)
@@ -285,7 +293,7 @@ class CpuKernels(ReferenceKernels):
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
         as_float(logits_TV)
         as_index(targets_T)
-        scores = Scores(*(logits_TV.new_empty(len(logits_TV)) for _ in range(4)))
+        scores = Scores(*(self.empty(len(logits_TV)) for _ in range(4)))
         outputs = map(address, (scores.logprobs, scores.shifts, scores.sums, scores.entropies))
         self.library.qarl_token_logprobs(
             address(logits_TV),
@@ -304,8 +312,7 @@ class CpuKernels(ReferenceKernels):
 
     def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
         as_float(logits_TV, uniforms_T)
-        tokens = torch.empty(len(logits_TV), dtype=torch.int64)
-        logprobs = logits_TV.new_empty(len(logits_TV))
+        tokens, logprobs = self.empty(len(logits_TV), dtype=torch.int64), self.empty(len(logits_TV))
         inputs = map(address, (logits_TV, uniforms_T))
         self.library.qarl_sample(*inputs, inverse_temperature, *logits_TV.shape, address(tokens), address(logprobs))
         return tokens, logprobs
@@ -336,10 +343,6 @@ def store_steps(*stores: KVStore) -> tuple[int, int]:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def empty_codes(rows: int, width: int, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, width, dtype=dtype), torch.empty(rows)
 
 
 def layout(spans: Spans) -> tuple[Tensor, ...]:

@@ -33,6 +33,14 @@ FLAGS = (
 C_TYPES: dict[str, type] = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 """What the kernels take, pointers aside."""
 
+MEMBERS: dict[type, str] = {
+    ctypes.c_void_p: "pointer",
+    ctypes.c_int: "integer",
+    ctypes.c_int64: "integer",
+    ctypes.c_float: "number",
+}
+"""The member of a runner's arguments that holds each type; integers widen and narrow unchanged."""
+
 
 @dataclass(frozen=True, slots=True)
 class Build:
@@ -78,9 +86,8 @@ def build() -> Build:
 def library_path(compiler: str) -> Path:
     """Where the cache keeps what this compiler makes of the sources, with these flags, on this CPU."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join(
-        [*(source.read_text() for source in (*HEADERS, *SOURCES)), *FLAGS, compiler, version, cpu_identity()]
-    )
+    texts = [*(source.read_text() for source in (*HEADERS, *SOURCES)), runners()]
+    key = "\n".join([*texts, *FLAGS, compiler, version, cpu_identity()])
     return cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
@@ -115,11 +122,34 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 def prototypes(source: str) -> dict[str, list[type]]:
     """Argument types of the public functions (`qarl_...`) that a C source defines."""
-    found = {}
-    for name, arguments in re.findall(r"^\w+ (qarl_\w+)\(([^)]*)\) \{", source, re.MULTILINE):
-        kinds = [argument.strip() for argument in arguments.split(",") if argument.strip() != "void"]
-        found[name] = [ctypes.c_void_p if "*" in kind else C_TYPES[kind.split()[0]] for kind in kinds]
-    return found
+    return {name: [c_type(argument) for argument in arguments] for _, name, arguments in definitions(source)}
+
+
+def definitions(source: str) -> list[tuple[str, str, list[str]]]:
+    """Result type, name and declared arguments of every public function."""
+    found = re.findall(r"^(\w+) (qarl_\w+)\(([^)]*)\) \{", source, re.MULTILINE)
+    return [
+        (result, name, [argument.strip() for argument in declared.split(",") if argument.strip() != "void"])
+        for result, name, declared in found
+    ]
+
+
+def c_type(argument: str) -> type:
+    """What ctypes calls the type of a declared argument."""
+    return ctypes.c_void_p if "*" in argument else C_TYPES[argument.split()[0]]
+
+
+def runners() -> str:
+    """C source of a `run_qarl_...` for every kernel that gives nothing back, with its arguments in an array of 8 bytes
+    each: so `replay.c` can call them all."""
+    lines = ["#include <stdint.h>", "typedef union { void *pointer; int64_t integer; float number; } argument;"]
+    for source in SOURCES:
+        for result, name, arguments in definitions(source.read_text()):
+            if result == "void":
+                given = ", ".join(f"a[{i}].{MEMBERS[c_type(argument)]}" for i, argument in enumerate(arguments))
+                lines.append(f"void {name}({', '.join(arguments)});")
+                lines.append(f"void run_{name}(const argument *a) {{ {name}({given}); }}")
+    return "\n".join([*lines, ""])
 
 
 def _compile(compiler: str, path: Path) -> Build:
@@ -127,8 +157,9 @@ def _compile(compiler: str, path: Path) -> Build:
         return Build(path, compiler, "from cache")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        target = Path(scratch) / path.name
-        command = [compiler, *FLAGS, "-o", str(target), *map(str, SOURCES), "-lm"]
+        target, generated = Path(scratch) / path.name, Path(scratch) / "runners.c"
+        generated.write_text(runners())
+        command = [compiler, *FLAGS, "-o", str(target), *map(str, SOURCES), str(generated), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             return Build(None, compiler, f"{' '.join(command)} failed: {result.stderr.strip()[:500]}")

@@ -42,6 +42,7 @@ class IntegerOperand:
     rows_grid: IntegerFormat
 
     quantizes_rows = True
+    is_kernels_alone = True
 
     @property
     def codes(self) -> Tensor:
@@ -81,6 +82,7 @@ class Int4Operand:
     bias: Tensor | None
 
     quantizes_rows = False
+    is_kernels_alone = True
     rows_grid = None
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
@@ -114,6 +116,11 @@ class FloatOperand:
 
     quantizes_rows = False
     rows_grid = None
+
+    @property
+    def is_kernels_alone(self) -> bool:
+        """Whether a product is calls of kernels and nothing else, so that a graph can record it."""
+        return self.activation is None
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         x_TK = self.rows_as_float(rows)

@@ -20,12 +20,13 @@ from torch import Tensor
 from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Metrics
 from qarl.models.config import ModelConfig
-from qarl.models.decoder import Cache, Decoder
+from qarl.models.decoder import Decoder
 from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
 from qarl.rollout.cache import PAGE, KVCache, bytes_per_token, pages_for
 from qarl.rollout.config import NativeEngineConfig
+from qarl.rollout.decode import Decoding, Inputs, forward
 from qarl.rollout.request import Request, SharedPrompt, spans_of
 from qarl.rollout.seeds import stream_key, uniforms
 from qarl.sync.snapshot import operands_of, unquantized, verify
@@ -129,7 +130,8 @@ class NativeEngine:
         self.check_fit(prompts, sampling)
         check_limit(requests, sampling)
         cache = self.cache_for(prompts, max(one.waiting for one in shared), sampling)
-        run = Rollout(self, sampling, total, cache, finished=total - len(requests))
+        longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
+        run = Rollout(self, sampling, total, cache, longest, finished=total - len(requests))
         run.all(requests, stop)
         self._last_occupancy = run.occupancy
 
@@ -229,10 +231,19 @@ def check_limit(requests: Sequence[Request], sampling: Sampling) -> None:
 class Rollout:
     """One call of `generate` or `resume`: who runs, who waits, and the steps until all are done or aborted.
 
-    `total` counts all completions of the call, `finished` those that need no step (any more).
+    `total` counts all completions of the call, `finished` those that need no step (any more). No sequence is longer than
+    `longest`, prompt included.
     """
 
-    def __init__(self, engine: NativeEngine, sampling: Sampling, total: int, cache: KVCache, finished: int = 0) -> None:
+    def __init__(
+        self,
+        engine: NativeEngine,
+        sampling: Sampling,
+        total: int,
+        cache: KVCache,
+        longest: int,
+        finished: int = 0,
+    ) -> None:
         self.engine = engine
         self.decoder = engine.decoder
         self.sampling = sampling
@@ -240,6 +251,7 @@ class Rollout:
         self.total = total
         self.finished = finished
         self.running: list[Request] = []
+        self.decoding = Decoding(engine.decoder, cache, longest)
         self.occupancy = _Occupancy(min(engine.config.max_concurrency, total - finished))
 
     def all(self, requests: Sequence[Request], stop: Stop | None = None) -> None:
@@ -285,7 +297,7 @@ class Rollout:
             self._prefill_batch(batch)
 
     def _prefill_batch(self, batch: Sequence[Run]) -> None:
-        hidden_TD = self._forward(batch)
+        hidden_TD = forward(self.decoder, self.cache, self._inputs(batch))
         for (owner, _), rows in zip(batch, hidden_TD.split([len(tokens) for _, tokens in batch]), strict=True):
             if isinstance(owner, SharedPrompt):
                 owner.hidden = rows[-1].clone()  # of a prompt in chunks, the last one's stands
@@ -295,24 +307,22 @@ class Rollout:
         begun = [r for r in self.running if r.token_ids]
         fresh = [r for r in self.running if not r.token_ids]
         if begun:
-            self._sample(begun, self._forward([(r, r.token_ids[-1:]) for r in begun]))
+            self._sample(begun, self.decoding.logits(self._inputs([(r, r.token_ids[-1:]) for r in begun])))
         if fresh:
             hidden = [r.shared.hidden for r in fresh]
-            self._sample(fresh, torch.stack([h for h in hidden if h is not None]))
+            self._sample(fresh, logits(self.decoder.head(), torch.stack([h for h in hidden if h is not None])))
 
-    def _forward(self, runs: Sequence[Run]) -> Tensor:
-        """Hidden states of these tokens, whose keys and values are stored by it; a prompt precedes its requests."""
+    def _inputs(self, runs: Sequence[Run]) -> Inputs:
+        """What a forward over these tokens is told; a prompt precedes its requests."""
         visible = [range(owner.next_position + 1, owner.next_position + len(new) + 1) for owner, new in runs]
         slots = [row for owner, new in runs for row in owner.region.next_rows(len(new))]
         # Only now: a request sees all of its prompt, also what this very forward stores of it.
         spans = spans_of([owner.spans() for owner, _ in runs], visible)
         tokens = torch.tensor([token for _, new in runs for token in new])
         positions = torch.tensor([count - 1 for counts in visible for count in counts])
-        cache = Cache(self.cache.keys, self.cache.values, torch.tensor(slots))
-        return self.decoder.hidden_cached(tokens, positions, spans, spans.longest, cache)
+        return Inputs(tokens, positions, torch.tensor(slots), spans)
 
-    def _sample(self, requests: Sequence[Request], hidden_BD: Tensor) -> None:
-        logits_BV = logits(self.decoder.head(), hidden_BD)
+    def _sample(self, requests: Sequence[Request], logits_BV: Tensor) -> None:
         if self.sampling.temperature == 0:
             tokens = logits_BV.argmax(-1)
             logprobs = kernels().token_logprobs(logits_BV, tokens, 1.0).logprobs
