@@ -15,6 +15,11 @@
 #include "integer_vnni.h"
 #endif
 
+#if defined(__AVX2__)
+#define HAVE_NIBBLES 1
+#include "integer_nibbles.h"
+#endif
+
 // The best code path for 8-bit codes here: 2 AMX tiles, 1 VNNI dot products, 0 multiply-adds of pairs.
 int qarl_integer_level(void) {
 #if defined(HAVE_AMX)
@@ -119,6 +124,12 @@ void qarl_int8_matmul(int level, int nibbles, const int8_t *codes, const float *
 #if defined(HAVE_VNNI)
     if (level == 1) {
         vnni_int8(codes, &packed, corrections, rows, k, &e);
+        return;
+    }
+#endif
+#if defined(HAVE_NIBBLES)
+    if (nibbles) {
+        nibbles_int8(codes, weights, rows, k, &e);
         return;
     }
 #endif
