@@ -1,7 +1,8 @@
 """`qarl bench kernels`: every kernel call of one decode step, timed where it happens.
 
-The step is the engine's own: the decoder runs with kernels that pass each call on and note its seconds. Layers follow
-one another, so that each call finds in the caches of the processor what it would find in a rollout.
+The step is the engine's own graph, whose calls follow one another without Python between them, so that each finds in
+the caches of the processor what it would find in a rollout. What each call is, a run of the same step through kernels
+that describe their calls has told.
 Shape letters: B sequences, V vocabulary, M rows, K in, N out.
 """
 
@@ -16,19 +17,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from qarl.bench import timing
 from qarl.bench.operations import LAYER_GEMMS, touched_bytes
 from qarl.bench.roofline import Arithmetic, best_gemm_rate, copy_bandwidth, gemm_rate, torch_fp32, torch_int8
 from qarl.bench.system import system_for
 from qarl.errors import ConfigurationError
-from qarl.models.decoder import Cache, Decoder
-from qarl.ops.head import logits
+from qarl.models.decoder import Decoder
 from qarl.ops.kernels import kernels as active_kernels
 from qarl.ops.kernels import using
 from qarl.ops.operand import FloatOperand, Operand
 from qarl.ops.reference import KVCodes, KVStore, ReferenceKernels, Spans
 from qarl.rollout.cache import PAGE, KVCache, KVFormat, bytes_per_token, pages_for
+from qarl.rollout.forward import Forward, Inputs
 from qarl.rollout.native import NativeEngine
 from qarl.rollout.request import spans_of
 
@@ -59,24 +61,29 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
 
     Rates stand beside the best measured here: of GEMMs `gops` (a product of wider codes, as the head's, counts like one
     of 8 bits), of everything `gbytes_per_s` beside that of a large copy; more than that came out of caches.
-    `step_ms` is the sum of the calls. `outside_ms` is what a step takes besides: the embedding, Python between the
-    calls, and in fp8 the rounding of activations.
+    `step_ms` is the sum of the calls. `outside_ms` is what the step takes besides: writing its inputs, the embedding,
+    and sampling's call from Python. ConfigurationError for a scheme that is not computed by kernels alone.
     """
     system = system_for(model, scheme, batch, kv_cache=kv_cache)
     engine = system.cast.engine
     assert isinstance(engine, NativeEngine)
     engine.load(system.cast.learner.publish())
-    step = decode_step(engine, batch, context)
-    calls = calls_of(step, engine.decoder)
+    step = DecodeStep(engine, batch, context)
+    if not step.forward.uses_graphs:
+        raise ConfigurationError(
+            f"command line: --scheme {scheme} is not computed by the C kernels alone here, so there are no calls to "
+            "time; take another scheme (`qarl doctor` says which kernels there are)"
+        )
+    calls = step.calls()
     samples = []
     for index in range(timing.REPEATS):
-        samples.append(best_sample(step, calls))
+        samples.append(best_sample(step.nanoseconds, calls))
         timing.say(f"decode steps {index}: the best took {1e3 * samples[-1].total:.2f} ms")
     peaks = Peaks({"int8": best_gemm_rate("int8"), "fp32": best_gemm_rate("fp32")}, copy_bandwidth())
     seconds = {call: statistics.median(sample.seconds[call] for sample in samples) for call in samples[0].seconds}
     return {
         "step_ms": 1e3 * sum(seconds.values()),
-        "outside_ms": 1e3 * statistics.median(sample.total - sum(sample.seconds.values()) for sample in samples),
+        "outside_ms": 1e3 * statistics.median(sample.outside for sample in samples),
         "int8_peak_gops": peaks.operations["int8"] / 1e9,
         "fp32_peak_gops": peaks.operations["fp32"] / 1e9,
         "copy_gbytes_per_s": peaks.copied_bytes / 1e9,
@@ -92,25 +99,48 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
     }
 
 
-def decode_step(engine: NativeEngine, batch: int, context: int) -> Callable[[], torch.Tensor]:
-    """One more token for `batch` sequences over a cache full of random numbers; gives the tokens sampled [B].
+class DecodeStep:
+    """One more token for `batch` sequences over a cache full of random numbers.
 
     ConfigurationError where the model's context or the cache's budget does not hold them.
     """
-    decoder, generator = engine.decoder, torch.Generator().manual_seed(0)
-    cache, spans = full_cache(engine, batch, context, generator)
-    tokens = torch.randint(0, decoder.vocab_size, (batch,), generator=generator)
-    positions, draws = torch.full((batch,), context - 1), torch.rand(batch, generator=generator)
 
-    def step() -> torch.Tensor:
-        hidden = decoder.hidden_cached(tokens, positions, spans, spans.longest, cache)
-        return active_kernels().sample(logits(decoder.head(), hidden), draws, 1.0)[0]
+    def __init__(self, engine: NativeEngine, batch: int, context: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        cache, slots_B, spans = full_cache(engine, batch, context, generator)
+        tokens_B = torch.randint(0, engine.decoder.vocab_size, (batch,), generator=generator)
+        self.inputs = Inputs(tokens_B, torch.full((batch,), context - 1), slots_B, spans)
+        self.draws = torch.rand(batch, generator=generator)
+        self.forward = Forward(engine.decoder, cache, context)
 
-    return step
+    def run(self) -> Tensor:
+        """The tokens sampled [B]."""
+        return active_kernels().sample(self.forward.logits(self.inputs), self.draws, 1.0)[0]
+
+    def calls(self) -> list[Call]:
+        """The kernel calls in their order, that of sampling last."""
+        names = gemm_names(self.forward.decoder)
+        described = DescribedKernels(active_kernels(), lambda *call: describe_call(names, *call))
+        graphs, self.forward.uses_graphs = self.forward.uses_graphs, False
+        with using(cast(ReferenceKernels, described)):
+            self.run()
+        self.forward.uses_graphs = graphs
+        return described.calls
+
+    def nanoseconds(self) -> tuple[list[int], int]:
+        """How long each of the calls took in one step, and how long the step."""
+        started = time.perf_counter_ns()
+        logits_BV, of_calls = self.forward.timed_logits(self.inputs)
+        sampling = time.perf_counter_ns()
+        active_kernels().sample(logits_BV, self.draws, 1.0)
+        done = time.perf_counter_ns()
+        return [*of_calls, done - sampling], done - started
 
 
-def full_cache(engine: NativeEngine, batch: int, context: int, generator: torch.Generator) -> tuple[Cache, Spans]:
-    """Keys and values of `batch` sequences of `context` tokens, of which the last is to be written."""
+def full_cache(
+    engine: NativeEngine, batch: int, context: int, generator: torch.Generator
+) -> tuple[KVCache, Tensor, Spans]:
+    """Keys and values of `batch` sequences of `context` tokens, and the rows [B] where the last of each is written."""
     config, kv, budget = engine.decoder.config, engine.config.kv_cache, engine.config.kv_bytes
     if context > config.max_position_embeddings:
         raise ConfigurationError(
@@ -128,7 +158,7 @@ def full_cache(engine: NativeEngine, batch: int, context: int, generator: torch.
     regions = [cache.reserve(context) for _ in range(batch)]
     slots = [region.next_rows(context)[-1] for region in regions]
     spans = spans_of([region.spans() for region in regions], [[context]] * batch)
-    return Cache(cache.keys, cache.values, torch.tensor(slots)), spans
+    return cache, torch.tensor(slots), spans
 
 
 def fill(store: KVStore, generator: torch.Generator) -> None:
@@ -140,13 +170,12 @@ def fill(store: KVStore, generator: torch.Generator) -> None:
         store.uniform_(-1, 1, generator=generator)
 
 
-class TimedKernels:
-    """Stands in for kernels: passes every call on, and notes its seconds and, for `describe`, what it was."""
+class DescribedKernels:
+    """Stands in for kernels: passes every call on, and notes what it was."""
 
-    def __init__(self, inner: ReferenceKernels, describe: Callable[[str, Sequence[Any], Any], Call] | None) -> None:
+    def __init__(self, inner: ReferenceKernels, describe: Callable[[str, Sequence[Any], Any], Call]) -> None:
         self.inner = inner
         self.describe = describe
-        self.seconds: list[float] = []
         self.calls: list[Call] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -155,23 +184,11 @@ class TimedKernels:
             return inner
 
         def call(*arguments: Any) -> Any:
-            started = time.perf_counter()
             result = inner(*arguments)
-            self.seconds.append(time.perf_counter() - started)
-            if self.describe is not None:
-                self.calls.append(self.describe(name, arguments, result))
+            self.calls.append(self.describe(name, arguments, result))
             return result
 
         return call
-
-
-def calls_of(step: Callable[[], object], decoder: Decoder) -> list[Call]:
-    """The kernel calls of a step in their order."""
-    names = gemm_names(decoder)
-    timed = TimedKernels(active_kernels(), lambda *call: describe_call(names, *call))
-    with using(cast(ReferenceKernels, timed)):
-        step()
-    return timed.calls
 
 
 def gemm_names(decoder: Decoder) -> dict[int, str]:
@@ -199,32 +216,29 @@ def describe_call(names: Mapping[int, str], method: str, arguments: Sequence[Any
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of a step's calls of each kind, and of the whole step: the best of each among some steps."""
+    """Seconds of a step's calls of each kind, of the whole step and of its rest: of some steps the best of each."""
 
     seconds: Mapping[Call, float]
     total: float
+    outside: float
 
 
-def best_sample(step: Callable[[], object], calls: Sequence[Call]) -> Sample:
-    """Steps for a while; each kind of call keeps its fastest step."""
+def best_sample(step: Callable[[], tuple[Sequence[int], int]], calls: Sequence[Call]) -> Sample:
+    """Steps for a while, each telling the nanoseconds of its calls and of itself."""
     best = dict.fromkeys(calls, float("inf"))
-    total = float("inf")
-    inner = active_kernels()
+    total = outside = float("inf")
 
-    def timed_step() -> None:
-        nonlocal total
-        timed = TimedKernels(inner, None)
-        started = time.perf_counter()
-        with using(cast(ReferenceKernels, timed)):
-            step()
-        total = min(total, time.perf_counter() - started)
+    def run() -> None:
+        nonlocal total, outside
+        of_calls, whole = step()
         found = dict.fromkeys(best, 0.0)
-        for call, seconds in zip(calls, timed.seconds, strict=True):
-            found[call] += seconds
+        for call, nanoseconds in zip(calls, of_calls, strict=True):
+            found[call] += nanoseconds / 1e9
         best.update({call: min(best[call], found[call]) for call in best})
+        total, outside = min(total, whole / 1e9), min(outside, (whole - sum(of_calls)) / 1e9)
 
-    timing.best_seconds(timed_step)
-    return Sample(best, total)
+    timing.best_seconds(run)
+    return Sample(best, total, outside)
 
 
 def rows_of(counts: Mapping[Call, int], seconds: Mapping[Call, float], peaks: Peaks) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qarl.models.config import ModelConfig
@@ -76,7 +77,7 @@ def size_bytes(value: object) -> int:
     if isinstance(value, tuple):
         return sum(map(size_bytes, value))
     if isinstance(value, PackedCodes):
-        return value.codes.nbytes
+        return value.codes.nbytes // (2 if value.packed is not None and value.packed.dtype == torch.uint8 else 1)
     if isinstance(value, PackedInt4):
         return value.codes.numel() // 2 + value.scales.nbytes
     return 0

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from qarl.ops.kernels import kernels, using
 
 
 class Memory:
-    """Buffers for what recorded calls leave, handed out in order, and again after two `turn`s.
+    """Buffers for what kernels give back, handed out in order, and again after two `turn`s.
 
+    The system takes back what is freed, and clearing it for its next use costs more than a small kernel; these stay.
     Graphs that never run at the same time can share one.
     """
 
@@ -57,9 +58,6 @@ class Graph:
         self._calls: list[tuple[str, int]] = []
         self._table: array[int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def add(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Note a call."""
         assert self._table is None, "a graph that has run is complete"
@@ -67,14 +65,22 @@ class Graph:
         types = getattr(self.library, name).argtypes
         self._arguments.extend(encode(kind, value) for kind, value in zip(types, arguments, strict=True))
 
-    def run(self, nanoseconds: Tensor | None = None) -> None:
-        """Make the calls again; `nanoseconds` [calls] int64 is told how long each took."""
+    def run(self) -> None:
+        """Make the calls again."""
+        self._replay(None)
+
+    def run_timed(self) -> list[int]:
+        """Make the calls again; the nanoseconds of each."""
+        nanoseconds = torch.empty(len(self._calls), dtype=torch.int64)
+        self._replay(nanoseconds.data_ptr())
+        return nanoseconds.tolist()
+
+    def _replay(self, nanoseconds: int | None) -> None:
         if self._table is None:
             base = self._arguments.buffer_info()[0]
             pairs = [(self._runner(name), base + 8 * first) for name, first in self._calls]
             self._table = array("q", [number for pair in pairs for number in pair])
-        times = None if nanoseconds is None else nanoseconds.data_ptr()
-        self.library.qarl_replay(self._table.buffer_info()[0], len(self._calls), times)
+        self.library.qarl_replay(self._table.buffer_info()[0], len(self._calls), nanoseconds)
 
     def _runner(self, name: str) -> int:
         return ctypes.cast(getattr(self.library, f"run_{name}"), ctypes.c_void_p).value or 0
@@ -104,29 +110,50 @@ class _NotingLibrary:
         return call
 
 
-class RecordingKernels(CpuKernels):
-    """The C kernels, with every call noted in `graph` and results in `memory`."""
+class KernelsInMemory(CpuKernels):
+    """The C kernels, with results in `memory`."""
 
     def __init__(self, library: ctypes.CDLL, memory: Memory) -> None:
         super().__init__(library)
-        self.graph = Graph(library)
         self.memory = memory
-        self.library = _NotingLibrary(self.graph)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        found = self.memory.take(shape, dtype)
+        return self.memory.take(shape, dtype)
+
+
+class RecordingKernels(KernelsInMemory):
+    """The same, with every call noted in `graph`."""
+
+    def __init__(self, library: ctypes.CDLL, memory: Memory) -> None:
+        super().__init__(library, memory)
+        self.graph = Graph(library)
+        self.library = cast(ctypes.CDLL, _NotingLibrary(self.graph))
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        found = super().empty(*shape, dtype=dtype)
         self.graph.kept.append(found)
         return found
 
 
 @contextmanager
-def recording(memory: Memory) -> Iterator[RecordingKernels]:
-    """Inside the block every kernel call happens and is noted."""
+def results_in(memory: Memory) -> Iterator[None]:
+    """Inside the block the C kernels, where they are used, leave their results in `memory`."""
     chosen = kernels()
-    assert isinstance(chosen, CpuKernels)
+    if not isinstance(chosen, CpuKernels) or not can_record():
+        yield
+        return
+    with using(KernelsInMemory(chosen.library, memory)):
+        yield
+
+
+@contextmanager
+def recording(memory: Memory) -> Iterator[Graph]:
+    """Inside the block the C kernels leave their results in `memory`, and every call is noted in the graph."""
+    chosen = kernels()
+    assert isinstance(chosen, CpuKernels) and can_record()
     recorder = RecordingKernels(chosen.library, memory)
     with using(recorder):
-        yield recorder
+        yield recorder.graph
 
 
 def can_record() -> bool:

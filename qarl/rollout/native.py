@@ -26,7 +26,7 @@ from qarl.ops.kernels import kernels
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
 from qarl.rollout.cache import PAGE, KVCache, bytes_per_token, pages_for
 from qarl.rollout.config import NativeEngineConfig
-from qarl.rollout.decode import Decoding, Inputs, forward
+from qarl.rollout.forward import Forward, Inputs
 from qarl.rollout.request import Request, SharedPrompt, spans_of
 from qarl.rollout.seeds import stream_key, uniforms
 from qarl.sync.snapshot import operands_of, unquantized, verify
@@ -231,8 +231,8 @@ def check_limit(requests: Sequence[Request], sampling: Sampling) -> None:
 class Rollout:
     """One call of `generate` or `resume`: who runs, who waits, and the steps until all are done or aborted.
 
-    `total` counts all completions of the call, `finished` those that need no step (any more). No sequence is longer than
-    `longest`, prompt included.
+    `total` counts all completions of the call, `finished` those that need no step (any more). No sequence, prompt
+    included, gets longer than `longest`.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Rollout:
         self.total = total
         self.finished = finished
         self.running: list[Request] = []
-        self.decoding = Decoding(engine.decoder, cache, longest)
+        self.forward = Forward(engine.decoder, cache, longest)
         self.occupancy = _Occupancy(min(engine.config.max_concurrency, total - finished))
 
     def all(self, requests: Sequence[Request], stop: Stop | None = None) -> None:
@@ -297,7 +297,7 @@ class Rollout:
             self._prefill_batch(batch)
 
     def _prefill_batch(self, batch: Sequence[Run]) -> None:
-        hidden_TD = forward(self.decoder, self.cache, self._inputs(batch))
+        hidden_TD = self.forward.hidden(self._inputs(batch))
         for (owner, _), rows in zip(batch, hidden_TD.split([len(tokens) for _, tokens in batch]), strict=True):
             if isinstance(owner, SharedPrompt):
                 owner.hidden = rows[-1].clone()  # of a prompt in chunks, the last one's stands
@@ -307,7 +307,7 @@ class Rollout:
         begun = [r for r in self.running if r.token_ids]
         fresh = [r for r in self.running if not r.token_ids]
         if begun:
-            self._sample(begun, self.decoding.logits(self._inputs([(r, r.token_ids[-1:]) for r in begun])))
+            self._sample(begun, self.forward.logits(self._inputs([(r, r.token_ids[-1:]) for r in begun])))
         if fresh:
             hidden = [r.shared.hidden for r in fresh]
             self._sample(fresh, logits(self.decoder.head(), torch.stack([h for h in hidden if h is not None])))

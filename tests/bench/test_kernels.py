@@ -6,9 +6,8 @@ import torch
 from qarl.bench import kernels as bench
 from qarl.bench.system import system_for
 from qarl.errors import ConfigurationError
-from qarl.ops.kernels import using
 from qarl.ops.operand import activation_grid
-from qarl.ops.reference import KVCodes, ReferenceKernels
+from qarl.ops.reference import KVCodes
 from qarl.quant import scheme_named
 from qarl.quant.rules import HEAD_SCHEME
 from qarl.rollout.cache import KVFormat
@@ -58,7 +57,6 @@ def engine_of(scheme: str, **options: object) -> NativeEngine:
         ("w4a8-int8", "int8", INTEGER_STEP),
         ("none", "fp32", FLOAT_STEP),
         ("w4a16", "int8", FLOAT_STEP),
-        ("fp8", "fp32", FLOAT_STEP),
     ],
 )
 def test_a_step_is_made_of_the_scheme_s_operations(
@@ -110,45 +108,44 @@ def test_rates_are_those_of_the_model_s_sizes(scheme: str, layer_bytes_a_weight:
     assert rows["sample"]["copy_fraction"] == pytest.approx(copied)
 
 
+def test_a_scheme_that_torch_computes_has_no_calls_to_time() -> None:
+    with pytest.raises(ConfigurationError, match="--scheme fp8 is not computed by the C kernels alone"):
+        bench.kernels("tiny", "fp8", batch=3, context=40)
+
+
 def test_the_best_step_of_each_kind_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clocked(ReferenceKernels):
-        """Each call takes as long as it is told to."""
-
-        def gated(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
-            clock[0] += durations.pop(0)
-            return gate_up_TF
-
-        quantize_rows = gated  # type: ignore[assignment]
-
-    clock, durations = [0.0], [1.0, 2.0, 4.0, 3.0, 1.0, 1.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(bench.timing, "best_seconds", lambda work: (work(), work()))
     gated, quantize = bench.Call("gated", 1), bench.Call("quantize_rows", 1)
-
-    def step() -> None:
-        chosen, x = bench.active_kernels(), torch.zeros(1)
-        chosen.gated(x), chosen.quantize_rows(x), chosen.gated(x)
-
-    with using(Clocked()):
-        sample = bench.best_sample(step, [gated, quantize, gated])
-    # The steps were gated 1 + 4 and quantize 2, then gated 3 + 1 and quantize 1.
-    assert (sample.seconds, sample.total) == ({gated: 4.0, quantize: 1.0}, 5.0)
+    steps = iter([([1, 2, 4], 9), ([3, 1, 1], 8)])
+    sample = bench.best_sample(lambda: next(steps), [gated, quantize, gated])
+    # Gated took 1 + 4, then 3 + 1 nanoseconds, quantize 2, then 1, and the rest of the step 2, then 3.
+    assert sample.seconds == pytest.approx({gated: 4e-9, quantize: 1e-9})
+    assert (sample.total, sample.outside) == pytest.approx((8e-9, 2e-9))
 
 
-def test_timed_kernels_compute_what_the_engine_computes() -> None:
-    engine = engine_of("w8a8-int8")
-    step = bench.decode_step(engine, batch=3, context=40)
-    plain = step()
-    assert len(bench.calls_of(step, engine.decoder)) == sum(count for _, count in INTEGER_STEP)
-    assert torch.equal(step(), plain)
+def test_timed_and_described_steps_are_the_engine_s() -> None:
+    step = bench.DecodeStep(engine_of("w8a8-int8"), batch=3, context=40)
+    plain = step.run()
+    calls = step.calls()
+    assert len(calls) == sum(count for _, count in INTEGER_STEP)
+    of_calls, whole = step.nanoseconds()
+    assert len(of_calls) == len(calls) and min(of_calls) > 0 and sum(of_calls) < whole
+    assert torch.equal(step.run(), plain)
+
+
+def test_weights_of_four_bits_count_half_a_byte() -> None:
+    rows = {row["operation"]: row for row in bench.kernels("tiny", "w4a8-int8", batch=1, context=40)["operations"]}
+    read = 128 + 4 + 512 * 128 // 2 + 4 * 512 + 4 * 512  # a row with its scale, nibbles, scales of columns, the result
+    row = rows["gate_up GEMM"]
+    assert row["gbytes_per_s"] * row["us_per_call"] == pytest.approx(read / 1e3)
 
 
 def test_every_sequence_sees_keys_of_its_own_and_fills_its_last_row() -> None:
     engine = engine_of("none", kv_cache="int8")
-    cache, spans = bench.full_cache(engine, 3, 40, torch.Generator().manual_seed(0))
+    cache, slots, spans = bench.full_cache(engine, 3, 40, torch.Generator().manual_seed(0))
     assert spans.visible.tolist() == [40, 40, 40]
     # 40 tokens take two pages of 32 rows: sequences begin 64 rows apart, and their last token is the 39th after.
-    assert sorted((spans.starts + 39).tolist()) == sorted(cache.slots_T.tolist()) == [39, 103, 167]
+    assert sorted((spans.starts + 39).tolist()) == sorted(slots.tolist()) == [39, 103, 167]
     stores = [store for store in (*cache.keys, *cache.values) if isinstance(store, KVCodes)]
     assert len({tuple(store.codes[0, 0].tolist()) for store in stores}) == 4
 
