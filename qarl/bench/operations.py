@@ -44,12 +44,14 @@ def update_operations(
 ) -> int:
     """Operations in the GEMMs of one update, with N weights in the layers and H in the head.
 
-    Layers, for every packed token: 2N forward, 2N again where activations are `recomputed`, 4N backward (2N for the
-    gradient of the input, 2N for the weight's). Head, for every trained token: 2H forward, 2H to compute the logits
-    again, 4H backward.
+    Layers, for every packed token: 2N forward, 4N backward (2N for the gradient of the input, 2N for the weight's) and,
+    where activations are `recomputed`, all but the last product of a layer again. Head, for every trained token: 2H
+    forward, 2H to compute the logits again, 4H backward.
     """
     body, head = gemm_operations(config, vocab_size)
-    return packed_tokens * body * (3 + recomputed) + trained_tokens * head * 4
+    *_, (_, down_n, down_k), _ = gemm_shapes(config, vocab_size)
+    again = body - 2 * config.num_layers * down_n * down_k if recomputed else 0
+    return packed_tokens * (body * 3 + again) + trained_tokens * head * 4
 
 
 def touched_bytes(method: str, given: Mapping[str, Any], result: Any) -> int:

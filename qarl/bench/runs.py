@@ -69,8 +69,9 @@ def learner(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: in
     """Seconds of one update on `batch` completions (groups of 8, as a run has them).
 
     `packed_tokens` go through the layers: prompts, again wherever a group is divided among micro-batches, and all of
-    a completion but its last token. `roofline_fraction` counts GEMMs as `update_operations` says: 8 operations for
-    every packed token and weight (6 without activation checkpointing), 8 for every trained token and head weight.
+    a completion but its last token. `roofline_fraction` counts GEMMs as `update_operations` says: 6 operations for
+    every packed token and weight (and 2 for all but a layer's last product with activation checkpointing), 8 for every
+    trained token and head weight.
     """
     system = system_for(model, scheme, batch)
     engine, trainee = system.cast.engine, system.cast.learner

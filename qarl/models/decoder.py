@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from qarl.models.config import ModelConfig, rope_tables
 from qarl.ops.attention import Rotation, Store, attention, split_rotate, split_rotate_into
+from qarl.ops.embedding import embedding
 from qarl.ops.head import Head, logits
 from qarl.ops.linear import Norm, Projection
 from qarl.ops.operand import Operand, operand_of
@@ -97,6 +99,13 @@ class Layer(nn.Module):
         self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, store: Store | None = None
     ) -> Tensor:
         """One layer of T tokens; keys and values are this forward's own, or those of an engine's store."""
+        x_TD, gate_up = self.until_gated(x_TD, positions_T, rotation, spans, store)
+        return self.mlp.down.of_gated(gate_up, residual=x_TD)
+
+    def until_gated(
+        self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, store: Store | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All but the last product: hidden states after attention [T, D], and gate and up [T, 2F]."""
         attn = self.self_attn
         qkv = attn.qkv.of_norm(x_TD, self.input_layernorm.as_operand())
         keys: KVStore
@@ -106,8 +115,30 @@ class Layer(nn.Module):
         else:
             q, keys, values = split_rotate_into(store, qkv, positions_T, rotation, attn.gains())
         x_TD = attn.output(attention(q, keys, values, spans).flatten(1), residual=x_TD)
-        gate_up = self.mlp.gate_up.of_norm(x_TD, self.post_attention_layernorm.as_operand())
-        return self.mlp.down.of_gated(gate_up, residual=x_TD)
+        return x_TD, self.mlp.gate_up.of_norm(x_TD, self.post_attention_layernorm.as_operand())
+
+
+class _Recomputed(torch.autograd.Function):
+    """A layer that keeps its input alone. What the backward pass needs of the rest is computed again: not the last
+    product, a quarter of a layer's work, which only what follows the layer has read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans) -> Tensor:
+        ctx.layer, ctx.rest = layer, (positions_T, rotation, spans)
+        ctx.save_for_backward(x_TD)
+        return layer(x_TD, positions_T, rotation, spans)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TD,) = ctx.saved_tensors
+        x_TD = x_TD.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.layer.until_gated(x_TD, *ctx.rest)
+        grad_gate_up = ctx.layer.mlp.down.gated_backward(outputs[1].detach(), grad_TD)
+        torch.autograd.backward(outputs, (grad_TD, grad_gate_up))
+        return None, x_TD.grad, None, None, None
 
 
 class Body(nn.Module):
@@ -181,6 +212,10 @@ class Decoder(nn.Module):
             self._rotation = Rotation(*sizes, config.norm_eps, *tables, rounds_kv=self.rounds_kv)
         return self._rotation
 
+    def embeddings(self, token_ids_T: Tensor) -> Tensor:
+        """[T, D] of these tokens."""
+        return embedding(token_ids_T, self.model.embed_tokens.weight)
+
     def hidden(
         self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, recompute: bool = False
     ) -> Tensor:
@@ -189,28 +224,19 @@ class Decoder(nn.Module):
         `longest` exceeds every position. With `recompute` a layer keeps only its input for the backward pass.
         """
         rotation = self.rotation(longest)
-        x_TD: Tensor = self.model.embed_tokens(token_ids_T)
+        x_TD = self.embeddings(token_ids_T)
         for layer in self.layers:
             if recompute:
-                x_TD = checkpoint(layer, x_TD, positions_T, rotation, spans, use_reentrant=False)
+                x_TD = _Recomputed.apply(layer, x_TD, positions_T, rotation, spans)
             else:
                 x_TD = layer(x_TD, positions_T, rotation, spans)
         return x_TD
 
     @torch.no_grad()
-    def hidden_cached(
-        self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, cache: Cache
-    ) -> Tensor:
-        """Hidden states [T, D] with keys and values written to and read from an engine's cache."""
-        x_TD: Tensor = self.model.embed_tokens(token_ids_T)
-        for output_TD in self.layers_cached(x_TD, positions_T, spans, longest, cache):
-            x_TD = output_TD
-        return x_TD
-
     def layers_cached(
         self, x_TD: Tensor, positions_T: Tensor, spans: Spans, longest: int, cache: Cache
     ) -> Iterator[Tensor]:
-        """The outputs [T, D] of the layers in turn, as `hidden_cached` computes them from embeddings."""
+        """The outputs [T, D] of the layers in turn, from embeddings; keys and values live in an engine's cache."""
         rotation = self.rotation(longest)
         for index, layer in enumerate(self.layers):
             store = Store(cache.keys[index], cache.values[index], cache.slots_T)

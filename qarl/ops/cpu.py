@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ class CpuKernels(ReferenceKernels):
     """Calls into the compiled library.
 
     `integer_level`: 2 where 8-bit GEMMs run on AMX tiles, 1 on VNNI dot products, 0 on multiply-adds of 16-bit pairs.
-    `panel`: columns that a packed fp32 or 4-bit weight holds together, two vectors of this CPU.
+    `panel` is two vectors of this CPU.
     `gain_rows`: rows whose gradients of a norm's gain are summed together.
     """
 
@@ -121,14 +122,14 @@ class CpuKernels(ReferenceKernels):
         n, k = codes_NK.shape
         rows, width = round_up(n, 64), round_up(k, 64)
         if codes_NK.dtype == torch.int16:
-            packed = torch.empty(rows * width, dtype=torch.int16)
+            packed = torch.empty(rows // 64, 64 * width, dtype=torch.int16)
             self.library.qarl_pack_int12(self.integer_level, address(codes_NK), n, k, address(packed))
             return PackedCodes(codes_NK, packed)
-        corrections = torch.empty(rows, dtype=torch.int32)
+        corrections = torch.empty(rows // 64, 64, dtype=torch.int32)
         if grid is INT4:
-            packed, pack = torch.empty(rows * width // 2, dtype=torch.uint8), self.library.qarl_pack_nibbles
+            packed, pack = torch.empty(rows // 64, 32 * width, dtype=torch.uint8), self.library.qarl_pack_nibbles
         else:
-            packed, pack = torch.empty(rows * width, dtype=torch.int8), self.library.qarl_pack_int8
+            packed, pack = torch.empty(rows // 64, 64 * width, dtype=torch.int8), self.library.qarl_pack_int8
         pack(address(codes_NK), n, k, address(packed), address(corrections))
         return PackedCodes(codes_NK, packed, corrections)
 
@@ -161,14 +162,21 @@ class CpuKernels(ReferenceKernels):
         if weight.codes.dtype != torch.int8:
             return super().grad_rows(grad_TN, weight, scales_N)
         codes, scales = self._wide_codes("rows", grad_TN, scales_N)
-        return self._mixed_product(codes, scales, weight.codes)
+        grad = torch.empty(len(grad_TN), weight.codes.shape[1])
+        self._mixed_matmul(codes, scales, self._transposed(weight.codes), None, grad)
+        return grad
 
-    def grad_weight(self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor) -> Tensor:
+    def add_grad_weight(
+        self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor, weights: Sequence[Tensor]
+    ) -> None:
         """The activations' scales go into the gradient, which is rounded to 16 bits a column and meets the codes."""
         if codes_TK.dtype != torch.int8:
-            return super().grad_weight(grad_TN, codes_TK, row_scales_T)
+            super().add_grad_weight(grad_TN, codes_TK, row_scales_T, weights)
+            return
         codes, scales = self._wide_codes("columns", grad_TN, row_scales_T)
-        return self._mixed_product(codes, scales, codes_TK)
+        packed, heights = self._transposed(codes_TK), list(map(len, weights))
+        for weight, rows, factors in zip(weights, codes.split(heights), scales.split(heights), strict=True):
+            self._mixed_matmul(rows, factors, packed, weight, weight)
 
     def _wide_codes(self, by: Literal["rows", "columns"], x_TN: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """16-bit codes of x times a factor a column, [T, N] by rows; or times a factor a row, [N, T] by columns."""
@@ -180,16 +188,22 @@ class CpuKernels(ReferenceKernels):
         quantize(address(x_TN), address(factors), INT16.largest, rows, n, address(codes), address(scales))
         return codes, scales
 
-    def _mixed_product(self, codes_MK: Tensor, scales_M: Tensor, right_KN: Tensor) -> Tensor:
-        """(codes * scale) @ right in fp32 [M, N], summed as integers; `right_KN` int8."""
-        (rows, k), n = codes_MK.shape, right_KN.shape[1]
-        assert k <= LONGEST_SUM and right_KN.shape[0] == k
+    def _transposed(self, right_KN: Tensor) -> Tensor:
+        """int8 codes packed for `_mixed_matmul`, which multiplies from their left."""
+        k, n = right_KN.shape
         packed = torch.empty(round_up(n, 64) * round_up(k, 64), dtype=torch.int8)
         self.library.qarl_pack_int8_transposed(address(right_KN), n, k, address(packed))
-        y = self.empty(rows, n)
-        inputs = map(address, (codes_MK, scales_M, packed))
-        self.library.qarl_mixed_matmul(self.integer_level, *inputs, rows, n, k, address(y))
-        return y
+        return packed
+
+    def _mixed_matmul(
+        self, codes_MK: Tensor, scales_M: Tensor, packed: Tensor, added_MN: Tensor | None, out_MN: Tensor
+    ) -> None:
+        """out = (codes * scale) @ right, summed as integers, plus `added`, which may be `out` itself."""
+        (rows, k), n = codes_MK.shape, out_MN.shape[1]
+        as_float(scales_M, added_MN, out_MN)
+        assert k <= LONGEST_SUM and len(out_MN) == rows and len(packed) == round_up(n, 64) * round_up(k, 64)
+        inputs = map(address, (codes_MK, scales_M, packed, added_MN))
+        self.library.qarl_mixed_matmul(self.integer_level, *inputs, rows, n, k, address(out_MN))
 
     def pack(self, weight_NK: Tensor) -> Tensor:
         """Panels [ceil(N / panel), K, panel]: the columns of one are neighbours, so a row of x meets vectors."""

@@ -1,7 +1,8 @@
 """From hidden states to the log-probabilities of given tokens, a chunk of rows at a time.
 
-The full [tokens, vocabulary] matrix never exists: the forward pass keeps two numbers a row, the backward pass
-computes each chunk's logits again. Shape letters: T rows, D hidden, V vocabulary.
+The full [tokens, vocabulary] matrix never exists: the forward pass keeps two numbers a row; with them the backward pass
+computes logits again, a block of the vocabulary at a time, and so expands and updates each weight once.
+Shape letters: T rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm, prepare_rows
-from qarl.ops.operand import Operand
+from qarl.ops.operand import COLUMNS, Operand
+
+LARGEST_BLOCK = 4096
+"""Most tokens of the vocabulary that the backward pass treats at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,17 +46,18 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(logits / temperature) [T], and the entropies [T].
 
-    Entropies carry a gradient only if asked, since it costs a pass over the logits. `chunk` bounds how many rows of
-    logits exist at a time. The engine's sampling uses the same sums in the same order, so equal hidden states give
-    equal bits.
+    Entropies carry a gradient only if asked, since it costs a pass over the logits. No more numbers of logits exist at
+    a time than `chunk` rows have. The engine's sampling uses the same sums in the same order, so equal hidden states
+    give equal bits.
     """
-    call = _Call(head.operand, head.norm.eps, 1.0 / temperature, chunk, entropy_gradient)
+    call = _Call(head.operand, head.weight, head.norm.eps, 1.0 / temperature, chunk, entropy_gradient)
     return _TokenLogprobs.apply(call, hidden_TD, targets_T, head.norm.gain, head.weight)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     operand: Operand
+    weight: Tensor
     eps: float
     inverse_temperature: float
     chunk: int
@@ -78,33 +84,44 @@ class _TokenLogprobs(torch.autograd.Function):
         if not call.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         ctx.call = call
-        ctx.save_for_backward(hidden, targets, gain, weight, shifts, sums, entropy)
+        ctx.save_for_backward(hidden, targets, gain, shifts, sums, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        hidden, targets, gain, weight, shifts, sums, entropy = ctx.saved_tensors
-        norm = Norm(gain, call.eps)
-        dense_VD = call.operand.dense(weight)
-        grad_weight, grad_normed = torch.zeros_like(weight), torch.empty_like(hidden)
-        for first in range(0, len(hidden), call.chunk):
-            at = slice(first, first + call.chunk)
-            rows = prepare_rows(call.operand, "norm", hidden[at], norm)
-            grad_logits = call.operand.product(rows, None)
-            kernels().softmax_(grad_logits, shifts[at], sums[at], call.inverse_temperature)
-            grad_logits = _grad_logits(grad_logits, targets[at], grad_T[at], grad_entropy_T[at], entropy[at], call)
-            torch.mm(grad_logits, dense_VD, out=grad_normed[at])
-            grad_weight[: len(dense_VD)].addmm_(grad_logits.t(), call.operand.rows_as_float(rows))
-        grad_hidden, grad_gain = kernels().rms_norm_backward(grad_normed, hidden, gain, call.eps)
-        return None, grad_hidden, None, grad_gain, grad_weight
+        hidden, targets, gain, shifts, sums, entropy = ctx.saved_tensors
+        rows = prepare_rows(call.operand, "norm", hidden, Norm(gain, call.eps))
+        rows_TD, grad_weight = call.operand.rows_as_float(rows), gradient_of(call.weight)
+        grad_rows = torch.zeros_like(hidden)
+        served = call.operand.height
+        width = vocabulary_block(len(hidden), served, call.chunk)
+        for first in range(0, served, width):
+            some = range(first, min(first + width, served))
+            operand = call.operand.outputs(some)
+            grads = operand.product(rows, None)
+            kernels().softmax_(grads, shifts, sums, call.inverse_temperature)
+            _to_grad_logits(grads, targets - first, grad_T, grad_entropy_T, entropy, call)
+            grad_rows.addmm_(grads, operand.dense(call.weight[first:]))
+            grad_weight[first : some.stop].addmm_(grads.t(), rows_TD)
+        grad_hidden, grad_gain = kernels().rms_norm_backward(grad_rows, hidden, gain, call.eps)
+        return None, grad_hidden, None, grad_gain, None
 
 
-def _grad_logits(
+def vocabulary_block(rows: int, vocabulary: int, chunk: int) -> int:
+    """How many columns of logits the backward pass makes at a time, a multiple of COLUMNS.
+
+    So many that with all rows they are no more numbers than `chunk` rows have, and no more than stay in a cache.
+    """
+    fitting = min(chunk * vocabulary // max(rows, 1), LARGEST_BLOCK)
+    return max(fitting // COLUMNS * COLUMNS, COLUMNS)
+
+
+def _to_grad_logits(
     probabilities: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor, call: _Call
-) -> Tensor:
-    """d(loss)/d(logits) of a chunk, made in place of its softmax p.
+) -> None:
+    """Turn a block of the softmax p, whose columns `targets` count from its first, into d(loss)/d(logits).
 
     d logprob / d logit = (onehot - p) / temperature; d H / d logit = -p (log p + H) / temperature.
     """
@@ -113,5 +130,6 @@ def _grad_logits(
         log_p = probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
         towards = towards - grad_entropy[:, None] * (log_p + entropy[:, None])
     grads = probabilities.mul_(towards)
-    grads[torch.arange(len(targets)), targets] += grad
-    return grads.mul_(call.inverse_temperature)
+    (here,) = ((targets >= 0) & (targets < grads.shape[1])).nonzero(as_tuple=True)
+    grads[here, targets[here]] += grad[here]
+    grads.mul_(call.inverse_temperature)

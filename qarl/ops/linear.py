@@ -3,7 +3,8 @@
 The backward pass is straight-through: rounding counts as identity, so with y = x_q w_q^T,
 dL/dx = dy @ dequant(w_q) and dL/dw = dy^T @ dequant(x_q) (arXiv 2604.07853; Bengio et al. 2013, arXiv 1308.3432).
 Integer schemes fold the scales into dy, round it to 16 bits a row or a column, and multiply the codes themselves: three
-times faster than fp32, with a relative error of about 1e-4 (docs/performance.md).
+times faster than fp32, with a relative error of about 1e-4 (docs/performance.md). Gradients of masters are added to
+their `.grad` by the operation itself (`gradient.py`).
 Shape letters: T rows, K in, N out.
 """
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import Operand, Rows
 from qarl.quant.formats import INT8
@@ -66,20 +68,31 @@ class Projection:
         if not torch.is_grad_enabled():
             return self.operand.product(prepare_rows(self.operand, prologue, x, norm), residual)
         gain, eps = (norm.gain, norm.eps) if norm is not None else (None, 0.0)
-        heights = [len(linear.weight) for linear in self.linears]
-        has_bias = [linear.bias is not None for linear in self.linears]
-        call = _Call(self.operand, prologue, eps, heights, has_bias, self.integer_gradients)
+        call = _Call(self, self.operand, prologue, eps)
         return _Project.apply(call, x, gain, residual, *self.masters())  # type: ignore[no-any-return]
+
+    def gated_backward(self, gate_up: Tensor, grad_TN: Tensor) -> Tensor:
+        """Gradient of `of_gated` with respect to gate_up, without its product; the masters' are added to `.grad`."""
+        assert self.operand is not None
+        rows = prepare_rows(self.operand, "gated", gate_up, None)
+        return kernels().gated_backward(self.rows_backward(self.operand, rows, grad_TN), gate_up)
+
+    def rows_backward(self, operand: Operand, rows: Rows, grad_TN: Tensor) -> Tensor:
+        """Gradient of the product with respect to its rows [T, K]; the masters' are added to their `.grad`."""
+        weights = [gradient_of(linear.weight) for linear in self.linears]
+        grads = grad_TN.split([len(weight) for weight in weights], 1)
+        for linear, grad in zip(self.linears, grads, strict=True):
+            if linear.bias is not None:
+                gradient_of(linear.bias).add_(grad.sum(0))
+        return operand.backward(grad_TN, rows, weights, self.integer_gradients)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
+    projection: Projection
     operand: Operand
     prologue: str
     eps: float
-    heights: list[int]
-    has_bias: list[bool]
-    integer_gradients: bool
 
 
 def prepare_rows(operand: Operand, prologue: str, x: Tensor, norm: Norm | None) -> Rows:
@@ -121,14 +134,9 @@ class _Project(torch.autograd.Function):
         norm = Norm(gain, call.eps) if gain is not None else None
         rows = (saved[0], saved[1]) if saved else prepare_rows(call.operand, call.prologue, x, norm)
         grad_TN = grad_TN.contiguous()
-        grad_rows, grad_weight = call.operand.gradients(grad_TN, rows, call.integer_gradients)
-        grad_gain = None
+        grad_x, grad_gain = call.projection.rows_backward(call.operand, rows, grad_TN), None
         if norm is not None:
-            grad_rows, grad_gain = kernels().rms_norm_backward(grad_rows, x, norm.gain, norm.eps)
+            grad_x, grad_gain = kernels().rms_norm_backward(grad_x, x, norm.gain, norm.eps)
         elif call.prologue == "gated":
-            grad_rows = kernels().gated_backward(grad_rows, x)
-        grads = list(grad_weight.split(call.heights))
-        if any(call.has_bias):
-            grad_biases = grad_TN.sum(0).split(call.heights)
-            grads += [grad for grad, present in zip(grad_biases, call.has_bias, strict=True) if present]
-        return None, grad_rows, grad_gain, grad_TN if ctx.has_residual else None, *grads
+            grad_x = kernels().gated_backward(grad_x, x)
+        return None, grad_x, grad_gain, grad_TN if ctx.has_residual else None, *[None] * len(call.projection.masters())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.ops.cpu import LARGEST_GROUP, CpuKernels
 from qarl.ops.kernels import kernels, require_exact_integers
-from qarl.ops.reference import PackedCodes, PackedInt4
+from qarl.ops.reference import PackedCodes, PackedInt4, blocks
 from qarl.quant.formats import INT4, IntegerFormat
 from qarl.quant.qtensor import (
     QTensor,
@@ -27,6 +27,9 @@ from qarl.quant.scheme import Quantizer, Scheme
 
 Rows = tuple[Tensor, Tensor | None]
 """What a GEMM reads: codes [T, K] with scales [T], or plain fp32 rows [T, K] with None."""
+
+COLUMNS = 64
+"""Packed layouts can be cut at multiples of this many output columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +57,16 @@ class IntegerOperand:
         assert scales_T is not None
         return kernels().integer_matmul(codes_TK, scales_T, self.weight, self.scales, self.bias, residual_TN)
 
+    @property
+    def height(self) -> int:
+        """N"""
+        return len(self.codes)
+
+    def outputs(self, some: range) -> IntegerOperand:
+        """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
+        at = slice(some.start, some.stop)
+        return IntegerOperand(self.weight.outputs(some), self.scales[at], part_of(self.bias, at), self.rows_grid)
+
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
         return self.codes.float() * self.scales[:, None]
@@ -64,14 +77,17 @@ class IntegerOperand:
         assert scales_T is not None
         return codes_TK.float() * scales_T[:, None]
 
-    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
-        """Straight-through gradients of rows [T, K] and weight [N, K]; `by_integers`: on the codes themselves."""
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+        """Straight-through gradient of rows [T, K]; that of the weight is added to `weights`, its parts [n, K].
+
+        `by_integers`: on the codes themselves.
+        """
         codes_TK, scales_T = rows
         assert scales_T is not None
-        if by_integers:
-            k = kernels()
-            return k.grad_rows(grad_TN, self.weight, self.scales), k.grad_weight(grad_TN, codes_TK, scales_T)
-        return float_gradients(self, grad_TN, rows)
+        if not by_integers:
+            return float_backward(self, grad_TN, rows, weights)
+        kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights)
+        return kernels().grad_rows(grad_TN, self.weight, self.scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +104,16 @@ class Int4Operand:
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         return kernels().matmul_int4(rows[0], self.weight, self.bias, residual_TN)
 
+    @property
+    def height(self) -> int:
+        """N"""
+        return len(self.weight.codes)
+
+    def outputs(self, some: range) -> Int4Operand:
+        """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
+        at = slice(some.start, some.stop)
+        return Int4Operand(self.weight.outputs(some, kernels().panel), part_of(self.bias, at))
+
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
         return self.weight.dense()
@@ -95,9 +121,9 @@ class Int4Operand:
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
 
-    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
-        """Straight-through gradients of rows [T, K] and weight [N, K], in fp32 always."""
-        return float_gradients(self, grad_TN, rows)
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+        """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
+        return float_backward(self, grad_TN, rows, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +152,16 @@ class FloatOperand:
         x_TK = self.rows_as_float(rows)
         return kernels().matmul(x_TK, self.packed, self.shape[0], self.bias, residual_TN)
 
+    @property
+    def height(self) -> int:
+        """N"""
+        return self.shape[0]
+
+    def outputs(self, some: range) -> FloatOperand:
+        """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
+        packed, bias = self.packed[blocks(some, kernels().panel)], part_of(self.bias, slice(some.start, some.stop))
+        return FloatOperand(packed, (len(some), self.shape[1]), bias, self.activation, self.is_master)
+
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight as multiplied; in full precision that is `master`, where the caller has it, without a copy."""
         if master is not None and self.is_master:
@@ -138,17 +174,20 @@ class FloatOperand:
             return x_TK
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
-    def gradients(self, grad_TN: Tensor, rows: Rows, by_integers: bool) -> tuple[Tensor, Tensor]:
-        """Straight-through gradients of rows [T, K] and weight [N, K], in fp32 always."""
-        return float_gradients(self, grad_TN, rows)
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+        """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
+        return float_backward(self, grad_TN, rows, weights)
 
 
 Operand = IntegerOperand | Int4Operand | FloatOperand
 
 
-def float_gradients(operand: Operand, grad_TN: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """grad @ weight and grad^T @ rows, on the fp32 values that the codes stand for."""
-    return grad_TN @ operand.dense(), grad_TN.t() @ operand.rows_as_float(rows)
+def float_backward(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> Tensor:
+    """grad @ weight, and grad^T @ rows added to `weights`, on the fp32 values that the codes stand for."""
+    rows_TK = operand.rows_as_float(rows)
+    for weight, grad in zip(weights, grad_TN.split([len(weight) for weight in weights], 1), strict=True):
+        weight.addmm_(grad.t(), rows_TK)
+    return grad_TN @ operand.dense()
 
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
@@ -217,6 +256,10 @@ def activation_grid(scheme: Scheme) -> IntegerFormat:
     """The grid of an integer scheme's activations."""
     assert scheme.activation is not None and isinstance(scheme.activation.format, IntegerFormat)
     return scheme.activation.format
+
+
+def part_of(bias: Tensor | None, at: slice) -> Tensor | None:
+    return None if bias is None else bias[at]
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:

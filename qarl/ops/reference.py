@@ -6,6 +6,7 @@ C head dimension, V vocabulary, R rows of a key/value store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +38,19 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCodes:
-    """Integer weight codes [N, K] and, for kernels that want another layout, the same as `packed`.
+    """Integer weight codes [N, K] and, for kernels that want another layout, the same as `packed` [N / 64, ...].
 
-    `corrections`, one for every (padded) column, belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
+    `corrections` [N / 64, 64], one for every (padded) column, belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
     """
 
     codes: Tensor
     packed: Tensor | None = None
     corrections: Tensor | None = None
+
+    def outputs(self, some: range) -> PackedCodes:
+        """These rows of the codes, `some` starting at a multiple of 64, without a copy."""
+        packed, corrections = (None if x is None else x[blocks(some, 64)] for x in (self.packed, self.corrections))
+        return PackedCodes(self.codes[some.start : some.stop], packed, corrections)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +61,12 @@ class PackedInt4:
     scales: Tensor
     nibbles: Tensor | None = None
     panel_scales: Tensor | None = None
+
+    def outputs(self, some: range, panel: int) -> PackedInt4:
+        """These rows of the codes, `some` starting at a multiple of the kernels' `panel`, without a copy."""
+        at = slice(some.start, some.stop)
+        packed = (None if x is None else x[blocks(some, panel)] for x in (self.nibbles, self.panel_scales))
+        return PackedInt4(self.codes[at], self.scales[at], *packed)
 
     def dense(self) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]."""
@@ -95,10 +107,14 @@ def shape_of(store: KVStore) -> tuple[int, int, int]:
 
 
 class ReferenceKernels:
-    """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`."""
+    """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`.
+
+    `panel`: output columns that a packed fp32 or 4-bit weight holds together.
+    """
 
     name = "reference"
     exact_matmul = False
+    panel = 1
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * gain, row by row."""
@@ -165,9 +181,16 @@ class ReferenceKernels:
         """grad @ dequantized weight, [T, K]: the gradient of an integer product with respect to its rows."""
         return (grad_TN * scales_N) @ weight.codes.float()
 
-    def grad_weight(self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor) -> Tensor:
-        """grad^T @ dequantized rows, [N, K]: the gradient of an integer product with respect to its weight."""
-        return (grad_TN * row_scales_T[:, None]).t() @ codes_TK.float()
+    def add_grad_weight(
+        self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor, weights: Sequence[Tensor]
+    ) -> None:
+        """Add grad^T @ dequantized rows, [N, K], to `weights`, its parts [n, K] that follow one another along N.
+
+        The gradient of an integer product with respect to its weight.
+        """
+        scaled_TN, rows_TK = grad_TN * row_scales_T[:, None], codes_TK.float()
+        for weight, part in zip(weights, scaled_TN.split([len(weight) for weight in weights], 1), strict=True):
+            weight.addmm_(part.t(), rows_TK)
 
     def dequantize(
         self,
@@ -302,6 +325,12 @@ class ReferenceKernels:
         last_possible = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         tokens = torch.minimum(tokens, last_possible)
         return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature).logprobs
+
+
+def blocks(some: range, size: int) -> slice:
+    """Which blocks of `size` hold these rows; the first row is a block's first."""
+    assert some.start % size == 0
+    return slice(some.start // size, -(-some.stop // size))
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Forward:
         """Hidden states [T, D] of these tokens, whose keys and values are stored by it."""
         stores = Cache(self.cache.keys, self.cache.values, inputs.slots_T)
         with results_in(self.memory):
-            return layers(self.decoder, embeddings(self.decoder, inputs), inputs, stores, self.memory)
+            return layers(self.decoder, self.decoder.embeddings(inputs.token_ids_T), inputs, stores, self.memory)
 
     def logits(self, inputs: Inputs) -> Tensor:
         """As `hidden`, of one token from each of B requests, and then their logits [B, V]."""
@@ -96,18 +96,12 @@ class DecodeGraph:
 
     def _take(self, inputs: Inputs) -> None:
         overwrite(self.inputs, inputs)
-        self.embeddings_BD.copy_(embeddings(self.decoder, inputs))
+        self.embeddings_BD.copy_(self.decoder.embeddings(inputs.token_ids_T))
 
     def _record(self) -> tuple[Graph, Tensor]:
         with recording(self.memory) as graph:
             hidden_BD = layers(self.decoder, self.embeddings_BD, self.inputs, self.stores, self.memory)
             return graph, logits(self.decoder.head(), hidden_BD)
-
-
-def embeddings(decoder: Decoder, inputs: Inputs) -> Tensor:
-    """[T, D] of the tokens."""
-    found: Tensor = decoder.model.embed_tokens(inputs.token_ids_T)
-    return found
 
 
 def layers(decoder: Decoder, x_TD: Tensor, inputs: Inputs, stores: Cache, memory: Memory) -> Tensor:

@@ -37,8 +37,10 @@ def test_a_multiply_add_is_two_operations() -> None:
 
 def test_an_update_is_forward_twice_where_recomputed_and_backward() -> None:
     layers, head = 2 * ONE_LAYER, 259 * 128
-    assert update_operations(TINY_CONFIG, TINY_TOKENS, 58, 64, recomputed=True) == 58 * 8 * layers + 64 * 8 * head
-    assert update_operations(TINY_CONFIG, TINY_TOKENS, 58, 64, recomputed=False) == 58 * 6 * layers + 64 * 8 * head
+    down = TINY_CONFIG.num_layers * 128 * 256
+    kept = 58 * 6 * layers + 64 * 8 * head
+    assert update_operations(TINY_CONFIG, TINY_TOKENS, 58, 64, recomputed=False) == kept
+    assert update_operations(TINY_CONFIG, TINY_TOKENS, 58, 64, recomputed=True) == kept + 58 * 2 * (layers - down)
 
 
 def test_a_weight_counts_in_its_own_format_and_without_padding() -> None:

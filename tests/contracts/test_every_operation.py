@@ -148,7 +148,7 @@ NO_ROWS = {
     "unpack": "lays out a weight",
     "attention_backward": "sums over queries; the engine has no gradient",
     "grad_rows": "the engine has no gradient",
-    "grad_weight": "the engine has no gradient",
+    "add_grad_weight": "the engine has no gradient",
 }
 every_operation = pytest.mark.parametrize("name", ROWWISE)
 ALL = torch.arange(ROWS)

@@ -90,7 +90,9 @@ class Engine:
         cache = Cache(self.keys, self.values, torch.tensor(slots))
         positions = torch.tensor([count - 1 for counts in visible for count in counts])
         spans = spans_over(sequences, visible)
-        return self.decoder.hidden_cached(self.token_ids[list(tokens)], positions, spans, spans.longest, cache)
+        embeddings = self.decoder.embeddings(self.token_ids[list(tokens)])
+        *_, hidden = self.decoder.layers_cached(embeddings, positions, spans, spans.longest, cache)
+        return hidden
 
     def all_hidden(self) -> Tensor:
         """The prompt in two chunks, stored in two pieces; then one token at a time of both completions together."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.ops.head import Head, logits, token_logprobs
+from qarl.ops.embedding import embedding as embed
+from qarl.ops.head import COLUMNS, LARGEST_BLOCK, Head, logits, token_logprobs, vocabulary_block
 from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm
 from qarl.ops.operand import operand_of, quantize_weight
@@ -53,6 +56,16 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_(True) for tensor in tensors]
 
 
+def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Of leaves whose gradients are theirs alone from here on."""
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    found = [leaf.grad for leaf in leaves]
+    assert all(gradient is not None for gradient in found)
+    return [gradient for gradient in found if gradient is not None]
+
+
 def assert_same(found: Tensor, exact: Tensor) -> None:
     assert exact.abs().max() > 0
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5 * float(exact.abs().max()))
@@ -76,7 +89,7 @@ def test_value_and_gradients_are_those_of_log_softmax(
     grad = torch.randn(T)
     loss = (found * grad).sum() + weight_of_entropy * entropy.square().sum()
     exact_loss = (exact * grad).sum() + weight_of_entropy * exact_entropy.square().sum()
-    mine = torch.autograd.grad(loss, (hidden, head.norm.gain, weight))
+    mine = gradients(loss, (hidden, head.norm.gain, weight))
     for gradient, exact_gradient in zip(mine, torch.autograd.grad(exact_loss, wide_leaves), strict=True):
         assert_same(gradient, exact_gradient)
     assert not mine[2][rows:].any(), "rows of the master that are not served have no gradient"
@@ -90,13 +103,23 @@ def test_the_size_of_chunks_changes_no_bit_of_the_values_and_gradients_only_by_r
     head = head_of(scheme_named(scheme), weight)
     leaves = (hidden, head.norm.gain, weight)
     whole = token_logprobs(head, hidden, targets, 0.7, 1000, True)
-    whole_gradients = torch.autograd.grad(whole[0].sum() + whole[1].sum(), leaves)
+    whole_gradients = gradients(whole[0].sum() + whole[1].sum(), leaves)
     for chunk in (1, 4, 12, 13):
         parts = token_logprobs(head, hidden, targets, 0.7, chunk, True)
         assert all(map(torch.equal, parts, whole))
-        gradients = torch.autograd.grad(parts[0].sum() + parts[1].sum(), leaves)
-        for gradient, whole_gradient in zip(gradients, whole_gradients, strict=True):
+        found = gradients(parts[0].sum() + parts[1].sum(), leaves)
+        for gradient, whole_gradient in zip(found, whole_gradients, strict=True):
             torch.testing.assert_close(gradient, whole_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_the_vocabulary_hold_no_more_logits_than_a_chunk_of_rows_does():
+    assert vocabulary_block(rows=10, vocabulary=49152, chunk=256) == LARGEST_BLOCK
+    for rows in (4000, 10000, 65536):
+        width = vocabulary_block(rows, 49152, 256)
+        assert width % COLUMNS == 0
+        assert rows * width <= 256 * 49152 < rows * (width + COLUMNS)
+    assert vocabulary_block(rows=65536, vocabulary=101, chunk=1) == COLUMNS
+    assert vocabulary_block(rows=0, vocabulary=101, chunk=1) == COLUMNS
 
 
 def test_entropies_have_no_gradient_unless_asked_for():
@@ -115,8 +138,8 @@ def test_a_tied_weight_collects_the_gradients_of_embedding_and_head():
     embedding = nn.Embedding(V, D)
     ids, targets = torch.tensor([3, 5, 3, 9]), torch.tensor([5, 3, 9, 100])
     head = head_of(scheme_named("none"), embedding.weight)
-    found = token_logprobs(head, embedding(ids), targets, 1.0, 2)[0]
-    (gradient,) = torch.autograd.grad(found.sum(), embedding.weight)
+    found = token_logprobs(head, embed(ids, embedding.weight), targets, 1.0, 2)[0]
+    (gradient,) = gradients(found.sum(), [embedding.weight])
     weight, gain = wide(embedding.weight, head.norm.gain)
     exact, _ = written_out(head, scheme_named("none"), weight[ids], gain, weight, targets, 1.0)
     assert_same(gradient, torch.autograd.grad(exact.sum(), weight)[0])

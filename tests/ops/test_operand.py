@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qarl.errors import RunError
+from qarl.ops.kernels import kernels
 from qarl.ops.operand import (
     FloatOperand,
     Int4Operand,
@@ -80,6 +81,26 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
     torch.testing.assert_close(operand.product(rows, residual).double(), exact, rtol=1e-5, atol=1e-4)
     exact = exact - residual
     torch.testing.assert_close(operand.product(rows, None).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_run_of_output_columns_is_multiplied_as_in_the_whole(name):
+    scheme, weight, bias, x = scheme_named(name), torch.randn(200, K), torch.randn(200), torch.randn(6, K)
+    operand = operand_of([quantize(weight, scheme, "w") if scheme.quantized else weight], [bias])
+    rows: Rows = (x, None)
+    if operand.quantizes_rows:
+        codes, scales = quantize_activations(x, scheme.activation)
+        rows = (codes, scales[:, 0])
+    whole = operand.product(rows, None)
+    for some in (range(0, 64), range(64, 192), range(128, 200), range(200)):
+        part = operand.outputs(some)
+        assert part.height == len(some)
+        assert torch.equal(part.dense(), operand.dense()[some.start : some.stop])
+        found = part.product(rows, None)
+        if kernels().exact_matmul or is_integer(scheme):
+            assert torch.equal(found, whole[:, some.start : some.stop])
+        else:
+            torch.testing.assert_close(found, whole[:, some.start : some.stop])
 
 
 def test_biases_of_siblings_are_stacked_with_zeros_for_those_without():

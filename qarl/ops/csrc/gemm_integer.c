@@ -76,16 +76,20 @@ void qarl_pack_nibbles(const int8_t *codes, int64_t n, int64_t k, uint8_t *packe
     free(bytes);
 }
 
-// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes; either way two bytes a code.
+// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes, which alternate every BLOCK_PANELS
+// panels; either way two bytes a code.
 void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void *packed) {
     if (level != 2) {
         pack_panels(codes, n, k, 2, packed);
         return;
     }
-    int8_t *planes = malloc(2 * n * k);
+    int8_t *planes = malloc(2 * n * k), *out = packed;
     split_planes(codes, n * k, planes, planes + n * k);
-    pack_panels(planes, n, k, 1, packed);
-    pack_panels(planes + n * k, n, k, 1, (int8_t *)packed + round_up(n, COLUMNS * BLOCK_PANELS) * round_up(k, K_MULTIPLE));
+    int64_t block = COLUMNS * BLOCK_PANELS, size = block * round_up(k, K_MULTIPLE);
+    for (int64_t first = 0; first < n; first += block, out += 2 * size) {
+        pack_panels(planes + first * k, at_most(block, n - first), k, 1, out);
+        pack_panels(planes + (n + first) * k, at_most(block, n - first), k, 1, out + size);
+    }
     free(planes);
 }
 
@@ -144,8 +148,7 @@ void qarl_int12_matmul(int level, const int16_t *codes, const float *row_scales,
     (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {
-        const int8_t *high = packed, *low = high + round_up(n, COLUMNS * BLOCK_PANELS) * round_up(k, K_MULTIPLE);
-        amx_int16(codes, high, low, rows, k, &e);
+        amx_int16(codes, packed, rows, k, &e);
         return;
     }
 #endif
@@ -153,10 +156,11 @@ void qarl_int12_matmul(int level, const int16_t *codes, const float *row_scales,
     pairs_wide(codes, &w, rows, k, &e);
 }
 
-// 16-bit codes [rows, k] times int8 weights: y = (codes @ weight^T) * row scale. Gradients use it.
-void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales, const int8_t *packed, int64_t rows,
-                       int64_t n, int64_t k, float *y) {
-    epilogue e = {row_scales, NULL, NULL, NULL, y, n};
+// 16-bit codes [rows, k] times int8 weights: y = (codes @ weight^T) * row scale (+ added, which may be y
+// itself). Gradients use it.
+void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales, const int8_t *packed,
+                       const float *added, int64_t rows, int64_t n, int64_t k, float *y) {
+    epilogue e = {row_scales, NULL, NULL, added, y, n};
     (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {

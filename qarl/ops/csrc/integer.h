@@ -7,7 +7,8 @@
 // Weights are packed once per published version as panels of 16 columns by groups of 4 along k, the layout that AMX
 // tiles, VNNI dot products and pairwise multiply-adds all want: [panels][k / 4][16 columns][4]. k is padded with zeros
 // to 64 and the panels to a multiple of 4. 12-bit codes are shorts in the same
-// order or, for AMX, two int8 planes with code = 256 high + low.
+// order or, for AMX, two int8 planes with code = 256 high + low: four panels of one, then four of the other. So four
+// panels can be multiplied alone in every layout.
 
 #pragma once
 

@@ -78,8 +78,7 @@ static void padded_planes(const int16_t *codes, int64_t rows, int64_t k, int8_t 
     free(planes);
 }
 
-static void amx_int16(const int16_t *codes, const int8_t *high, const int8_t *low, int64_t rows, int64_t k,
-                      const epilogue *e) {
+static void amx_int16(const int16_t *codes, const int8_t *packed, int64_t rows, int64_t k, const epilogue *e) {
     int8_t *a_high, *a_low;
     padded_planes(codes, rows, k, &a_high, &a_low);
     int64_t width = round_up(k, K_MULTIPLE);
@@ -90,7 +89,8 @@ static void amx_int16(const int16_t *codes, const int8_t *high, const int8_t *lo
         configure_tiles();
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
-            const int8_t *w_high = high + p * width * COLUMNS, *w_low = low + p * width * COLUMNS;
+            int64_t high_panel = p / BLOCK_PANELS * 2 * BLOCK_PANELS + p % BLOCK_PANELS;
+            const int8_t *w_high = packed + high_panel * width * COLUMNS, *w_low = w_high + BLOCK_PANELS * width * COLUMNS;
             int64_t first = p * COLUMNS, columns = e->n - first < COLUMNS ? e->n - first : COLUMNS;
             for (int64_t t = 0; t < rows; t += 16) {
                 _tile_zero(0);

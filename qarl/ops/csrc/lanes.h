@@ -78,7 +78,12 @@ static inline vf vabs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 // The same where `left` numbers remain, be they a whole vector or fewer.
 static inline vf load_up_to(const float *p, int64_t left) { return left >= LANES ? load(p) : load_part(p, left, 0); }
 
-static inline void store_up_to(float *p, int64_t left, vf x) { store_part(p, left < LANES ? left : LANES, x); }
+static inline void store_up_to(float *p, int64_t left, vf x) {
+    if (left >= LANES)  // apart: a copy of a length that is not constant is a call
+        store(p, x);
+    else
+        store_part(p, left, x);
+}
 
 typedef float v4 __attribute__((vector_size(16)));
 

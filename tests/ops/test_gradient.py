@@ -1,0 +1,16 @@
+"""Where gradients of masters are collected."""
+
+from __future__ import annotations
+
+import torch
+
+from qarl.ops.gradient import gradient_of
+
+
+def test_a_gradient_starts_at_zero_and_is_added_to_in_place():
+    master = torch.randn(3, 2, requires_grad=True)
+    first = gradient_of(master)
+    assert torch.equal(first, torch.zeros(3, 2))
+    first.add_(1.0)
+    assert gradient_of(master) is master.grad
+    assert torch.equal(gradient_of(master), torch.ones(3, 2))
