@@ -187,7 +187,7 @@ class _Replay(Rollout):
         sampling = Sampling(temperature=1.0, max_new_tokens=longest, stop_token_ids=())
         cache = engine.cache_for([share.prompt], len(completions), sampling)
         super().__init__(engine, sampling, len(completions), cache, len(share.prompt.token_ids) + longest)
-        self.forward.uses_graphs = False  # a graph does not say what its layers give
+        self.forward.allows_graphs = False  # a graph does not say what its layers give
         self.share = share
         self.completions = completions
         self.learner_LTD = learner_LTD

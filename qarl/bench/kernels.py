@@ -69,7 +69,7 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
     assert isinstance(engine, NativeEngine)
     engine.load(system.cast.learner.publish())
     step = DecodeStep(engine, batch, context)
-    if not step.forward.uses_graphs:
+    if not step.forward.uses_graphs():
         raise ConfigurationError(
             f"command line: --scheme {scheme} is not computed by the C kernels alone here, so there are no calls to "
             "time; take another scheme (`qarl doctor` says which kernels there are)"
@@ -121,10 +121,8 @@ class DecodeStep:
         """The kernel calls in their order, that of sampling last."""
         names = gemm_names(self.forward.decoder)
         described = DescribedKernels(active_kernels(), lambda *call: describe_call(names, *call))
-        graphs, self.forward.uses_graphs = self.forward.uses_graphs, False
-        with using(cast(ReferenceKernels, described)):
+        with using(cast(ReferenceKernels, described)):  # which are not recorded
             self.run()
-        self.forward.uses_graphs = graphs
         return described.calls
 
     def nanoseconds(self) -> tuple[list[int], int]:

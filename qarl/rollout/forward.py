@@ -40,7 +40,7 @@ class Forward:
         self.longest = longest
         self.memory = Memory()
         self.graphs: dict[int, DecodeGraph] = {}
-        self.uses_graphs = can_record() and all(operand.is_kernels_alone for operand in decoder.operands())
+        self.allows_graphs = all(operand.is_kernels_alone for operand in decoder.operands())
 
     def hidden(self, inputs: Inputs) -> Tensor:
         """Hidden states [T, D] of these tokens, whose keys and values are stored by it."""
@@ -50,14 +50,18 @@ class Forward:
 
     def logits(self, inputs: Inputs) -> Tensor:
         """As `hidden`, of one token from each of B requests, and then their logits [B, V]."""
-        if not self.uses_graphs:
+        if not self.uses_graphs():
             return logits(self.decoder.head(), self.hidden(inputs))
         return self._graph(inputs).logits(inputs)
 
     def timed_logits(self, inputs: Inputs) -> tuple[Tensor, list[int]]:
         """As `logits` by a graph, with the nanoseconds of each of its kernel calls."""
-        assert self.uses_graphs
+        assert self.uses_graphs()
         return self._graph(inputs).timed_logits(inputs)
+
+    def uses_graphs(self) -> bool:
+        """Whether decode steps are recorded and repeated: with the C kernels, where nothing else computes."""
+        return self.allows_graphs and can_record()
 
     def _graph(self, inputs: Inputs) -> DecodeGraph:
         batch = len(inputs.token_ids_T)

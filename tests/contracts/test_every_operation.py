@@ -30,7 +30,7 @@ from qarl.learner.config import LearnerConfig
 from qarl.learner.learner import score
 from qarl.models.decoder import Decoder
 from qarl.models.names import TINY_CONFIG
-from qarl.ops import attention, head, library, linear
+from qarl.ops import attention, embedding, head, library, linear
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels, Scores, Spans
@@ -201,6 +201,7 @@ def test_the_kernel_computes_what_the_reference_defines(cpu: CpuKernels, name):
 
 
 GRADIENTS = {
+    embedding._Embed: "test_embedding.py: test_rows_and_gradient_are_those_of_torch",
     linear._Project: "test_linear.py: test_value_and_gradients_are_those_of_the_straight_through_formula",
     attention._SplitRotate: "test_attention.py: test_split_rotate_has_the_value_and_gradients_of_its_formula",
     attention._Attention: "test_attention.py: test_attention_has_the_value_and_gradients_of_masked_softmax",

@@ -46,7 +46,7 @@ def test_graphs_change_no_bit_of_a_rollout(
     class WithoutGraphs(Watched):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)
-            self.uses_graphs = False
+            self.allows_graphs = False
 
     monkeypatch.setattr(native, "Forward", Watched)
     with_graphs = rollout(engine, temperature)
@@ -63,7 +63,7 @@ def test_a_scheme_with_torch_operations_is_not_recorded() -> None:
     engine = loaded_engine("fp8")
     prompts = random_prompts(engine.decoder.vocab_size, 1, 4)
     cache = engine.cache_for(prompts, 1, Sampling(1.0, 4, ()))
-    assert not Forward(engine.decoder, cache, 8).uses_graphs
+    assert not Forward(engine.decoder, cache, 8).uses_graphs()
 
 
 def tokens_of(groups: Sequence[Group]) -> list[list[int]]:

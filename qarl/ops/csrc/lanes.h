@@ -82,7 +82,7 @@ static inline void store_up_to(float *p, int64_t left, vf x) {
     if (left >= LANES)  // apart: a copy of a length that is not constant is a call
         store(p, x);
     else
-        store_part(p, left, x);
+        store_part(p, left & (LANES - 1), x);  // which `left` is already, but GCC does not know
 }
 
 typedef float v4 __attribute__((vector_size(16)));
