@@ -55,7 +55,10 @@ class _Occupancy:
 
 
 class NativeEngine:
-    """Serves snapshots of one decoder on the CPU. `version` is -1 until the first `load`."""
+    """Serves snapshots of one decoder on the CPU. `version` is -1 until the first `load`.
+
+    Keys and values live as long as a rollout: between two of them the learner needs the memory.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,6 @@ class NativeEngine:
         self.version = -1
         self.decode = decode
         self.progress = progress
-        self.cache: KVCache | None = None
         self._last_occupancy = _Occupancy(1)
 
     def load(self, snapshot: Snapshot) -> None:
@@ -133,6 +135,7 @@ class NativeEngine:
         longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
         run = Rollout(self, sampling, total, cache, longest, finished=total - len(requests))
         run.all(requests, stop)
+        assert cache.free_pages == cache.num_pages, "a rollout keeps pages"
         self._last_occupancy = run.occupancy
 
     def _completion(self, request: Request) -> Completion:
@@ -169,21 +172,14 @@ class NativeEngine:
                 )
 
     def cache_for(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> KVCache:
-        """A cache with room for up to `group_size` completions of each prompt, or for what the budget holds of them.
-
-        The one there is, emptied, when it is big enough.
-        """
+        """A cache with room for up to `group_size` completions of each prompt, or for what the budget holds of them."""
         running = min(self.config.max_concurrency, len(prompts) * group_size)
         # Requests are admitted in order, so running ones belong to neighbouring groups: these many, if no group lags.
         groups = min(len(prompts), -(-running // group_size) + 1)
         longest = max(pages_for(len(prompt.token_ids)) for prompt in prompts)
         pages = groups * longest + running * pages_for(sampling.max_new_tokens)
         pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config, self.config.kv_cache)))
-        if self.cache is None or self.cache.num_pages < pages:
-            self.cache = None  # freed before its successor is made
-            self.cache = KVCache(self.decoder.config, pages, self.config.kv_cache)
-        self.cache.release_all()
-        return self.cache
+        return KVCache(self.decoder.config, pages, self.config.kv_cache)
 
 
 def unstarted(prompts: Sequence[Prompt], group_size: int) -> list[Group]:
