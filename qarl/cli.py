@@ -48,6 +48,7 @@ Batch = Annotated[Count, Parameter(help="Sequences at a time.")]
 PromptLength = Annotated[Count, Parameter(help="Tokens of every prompt.")]
 NewTokens = Annotated[Count, Parameter(help="Tokens of every completion.")]
 KvCache = Annotated[Literal["fp32", "int8"], Parameter(help="Number format of the engine's cached keys and values.")]
+Repeats = Annotated[Count | None, Parameter(help="Timed repetitions, of which the median is told; by default 5.")]
 Threads = Annotated[Count | None, Parameter(help="Threads to compute with; by default one a core, as torch takes.")]
 
 
@@ -136,6 +137,7 @@ def bench_rollout(
     prompt_len: PromptLength = 64,
     new_tokens: NewTokens = 64,
     kv_cache: KvCache = "fp32",
+    repeats: Repeats = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +145,7 @@ def bench_rollout(
     from qarl.bench.runs import rollout
 
     _use_threads(threads)
-    _answer(rollout(model, scheme, batch, prompt_len, new_tokens, kv_cache), as_json)
+    _answer(rollout(model, scheme, batch, prompt_len, new_tokens, kv_cache, repeats), as_json)
 
 
 @bench.command(name="learner")
@@ -154,6 +156,7 @@ def bench_learner(
     batch: Batch = 16,
     prompt_len: PromptLength = 64,
     new_tokens: NewTokens = 64,
+    repeats: Repeats = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -161,7 +164,7 @@ def bench_learner(
     from qarl.bench.runs import learner
 
     _use_threads(threads)
-    _answer(learner(model, scheme, batch, prompt_len, new_tokens), as_json)
+    _answer(learner(model, scheme, batch, prompt_len, new_tokens, repeats), as_json)
 
 
 @bench.command(name="step")
@@ -177,6 +180,7 @@ def bench_step(
     new_tokens: NewTokens = 32,
     alignment: Alignment = "auto",
     kv_cache: KvCache = "fp32",
+    repeats: Repeats = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -184,7 +188,7 @@ def bench_step(
     from qarl.bench.runs import step
 
     _use_threads(threads)
-    _answer(step(model, scheme, batch, group_size, prompt_len, new_tokens, alignment, kv_cache), as_json)
+    _answer(step(model, scheme, batch, group_size, prompt_len, new_tokens, alignment, kv_cache, repeats), as_json)
 
 
 @bench.command(name="kernels")

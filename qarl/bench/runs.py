@@ -26,13 +26,20 @@ PARTS = ("step", "rollout", "reward", "learner", "publish")
 
 
 def rollout(
-    model: str, scheme: str, batch: int, prompt_len: int, new_tokens: int, kv_cache: KVFormat = "fp32"
+    model: str,
+    scheme: str,
+    batch: int,
+    prompt_len: int,
+    new_tokens: int,
+    kv_cache: KVFormat = "fp32",
+    repeats: int | None = None,
 ) -> dict[str, Any]:
     """Tokens a second of the engine: `batch` different prompts of `prompt_len` random tokens, none stopping early.
 
     `prefill_s` is a rollout of one new token (prompts, and the first token of each); the rest of the whole rollout,
     divided by the tokens that are left, is `decode_step_ms`, None where no more than one is asked for.
     """
+    repeats = repeats or timing.REPEATS
     system = system_for(model, scheme, batch, kv_cache=kv_cache)
     engine = system.cast.engine
     assert isinstance(engine, NativeEngine)
@@ -42,7 +49,7 @@ def rollout(
     def generate(count: int) -> None:
         engine.generate(prompts, 1, Sampling(temperature=1.0, max_new_tokens=count, stop_token_ids=()), seed=(0, 0))
 
-    found = timing.repeated_seconds(lambda: generate(1), lambda: generate(new_tokens), what="rollout")
+    found = timing.repeated_seconds(lambda: generate(1), lambda: generate(new_tokens), what="rollout", repeats=repeats)
     prefill, seconds = map(statistics.median, found)
     body, head = gemm_operations(engine.decoder.config, engine.decoder.vocab_size)
     operations = batch * ((prompt_len + new_tokens - 1) * body + new_tokens * head)
@@ -61,11 +68,13 @@ def rollout(
         "kv_cache": kv_cache,
         "model": model,
         "threads": torch.get_num_threads(),
-        "median_of": timing.REPEATS,
+        "median_of": repeats,
     }
 
 
-def learner(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: int) -> dict[str, Any]:
+def learner(
+    model: str, scheme: str, batch: int, prompt_len: int, new_tokens: int, repeats: int | None = None
+) -> dict[str, Any]:
     """Seconds of one update on `batch` completions (groups of 8, as a run has them).
 
     `packed_tokens` go through the layers: prompts, again wherever a group is divided among micro-batches, and all of
@@ -73,6 +82,7 @@ def learner(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: in
     every packed token and weight (and 2 for all but a layer's last product with activation checkpointing), 8 for every
     trained token and head weight.
     """
+    repeats = repeats or timing.REPEATS
     system = system_for(model, scheme, batch)
     engine, trainee = system.cast.engine, system.cast.learner
     assert isinstance(engine, NativeEngine) and isinstance(trainee, LocalLearner)
@@ -87,7 +97,10 @@ def learner(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: in
         fresh = [_as_version(group, trainee.version) for group in groups]
         trainee.update(fresh, advantages)
 
-    (found,) = timing.repeated_seconds(update, what="learner")
+    def publish() -> None:
+        engine.load(trainee.publish())  # else the engine would keep a version that a run has forgotten
+
+    found, _ = timing.repeated_seconds(update, publish, what="learner", repeats=repeats)
     seconds = statistics.median(found)
     micros = micro_batches(shares_of(groups, advantages), trainee.config.micro_batch_tokens)
     packed = sum(len(micro.token_ids_T) for micro in micros)
@@ -110,7 +123,7 @@ def learner(model: str, scheme: str, batch: int, prompt_len: int, new_tokens: in
         "model": model,
         "threads": torch.get_num_threads(),
         "peak_memory_bytes": timing.peak_memory_bytes(),
-        "median_of": timing.REPEATS,
+        "median_of": repeats,
     }
 
 
@@ -123,6 +136,7 @@ def step(
     new_tokens: int,
     alignment: str,
     kv_cache: KVFormat = "fp32",
+    repeats: int | None = None,
 ) -> dict[str, Any]:
     """Seconds of whole training steps and their parts: `batch` completions in groups of `group_size`.
 
@@ -133,13 +147,14 @@ def step(
         raise ConfigurationError(
             f"command line: --batch {batch} is not a multiple of --group-size {group_size}; a step trains whole groups"
         )
+    repeats = repeats or timing.REPEATS
     options = {"group_size": group_size, "new_tokens": new_tokens}
     system = system_for(model, scheme, batch, **options, alignment=alignment, kv_cache=kv_cache)
     engine, trainee = system.cast.engine, system.cast.learner
     engine.load(trainee.publish())
     parts: list[dict[str, float]] = []
     tokens: list[int] = []
-    for index in range(timing.REPEATS + 1):
+    for index in range(repeats + 1):
         clock = Stopwatch()
         tokens.append(_one_step(system, clock, index, prompt_len, new_tokens))
         parts.append({name: metric.value() for name, metric in clock.metrics().items()})
@@ -156,7 +171,7 @@ def step(
         "model": model,
         "threads": torch.get_num_threads(),
         "peak_memory_bytes": timing.peak_memory_bytes(),
-        "median_of": timing.REPEATS,
+        "median_of": repeats,
     }
 
 

@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable
 
 REPEATS = 5
-"""Timed repetitions of which the median is taken; one more before them warms caches and builds kernels."""
+"""Timed repetitions of which the median is taken, by default; one more before them warms caches and builds kernels."""
 
 BEST_OF_SECONDS = 0.3
 """How long short calls are repeated to find the fastest."""
 
 
-def repeated_seconds(*works: Callable[[], object], what: str) -> list[list[float]]:
-    """Seconds of each work in every repetition, warm-up left out.
+def repeated_seconds(*works: Callable[[], object], what: str, repeats: int) -> list[list[float]]:
+    """Seconds of each work in each of `repeats` repetitions, warm-up left out.
 
     The works take turns, so that a slow minute of the machine meets all of them.
     """
     seconds: list[list[float]] = [[] for _ in works]
-    for index in range(REPEATS + 1):
+    for index in range(repeats + 1):
         for work, found in zip(works, seconds, strict=True):
             started = time.perf_counter()
             work()

@@ -22,7 +22,7 @@ def test_works_take_turns_and_the_warm_up_is_left_out(
     clock = iter([0.0, 9.0, 9.0, 18.0, 18.0, 19.0, 19.0, 23.0, 23.0, 25.0, 25.0, 30.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     calls: list[str] = []
-    found = timing.repeated_seconds(lambda: calls.append("a"), lambda: calls.append("b"), what="both")
+    found = timing.repeated_seconds(lambda: calls.append("a"), lambda: calls.append("b"), what="both", repeats=2)
     assert found == [[1.0, 2.0], [4.0, 5.0]]
     assert calls == ["a", "b"] * 3
     said = capsys.readouterr()
