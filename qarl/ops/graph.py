@@ -111,10 +111,11 @@ class _NotingLibrary:
 
 
 class KernelsInMemory(CpuKernels):
-    """The C kernels, with results in `memory`."""
+    """Kernels like `inner`, with results in `memory`."""
 
-    def __init__(self, library: ctypes.CDLL, memory: Memory) -> None:
-        super().__init__(library)
+    def __init__(self, inner: CpuKernels, memory: Memory) -> None:
+        super().__init__(inner.library)
+        self.integer_level = inner.integer_level  # weights are packed for it
         self.memory = memory
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -124,9 +125,9 @@ class KernelsInMemory(CpuKernels):
 class RecordingKernels(KernelsInMemory):
     """The same, with every call noted in `graph`."""
 
-    def __init__(self, library: ctypes.CDLL, memory: Memory) -> None:
-        super().__init__(library, memory)
-        self.graph = Graph(library)
+    def __init__(self, inner: CpuKernels, memory: Memory) -> None:
+        super().__init__(inner, memory)
+        self.graph = Graph(inner.library)
         self.library = cast(ctypes.CDLL, _NotingLibrary(self.graph))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,7 +143,7 @@ def results_in(memory: Memory) -> Iterator[None]:
     if not isinstance(chosen, CpuKernels) or not can_record():
         yield
         return
-    with using(KernelsInMemory(chosen.library, memory)):
+    with using(KernelsInMemory(chosen, memory)):
         yield
 
 
@@ -151,7 +152,7 @@ def recording(memory: Memory) -> Iterator[Graph]:
     """Inside the block the C kernels leave their results in `memory`, and every call is noted in the graph."""
     chosen = kernels()
     assert isinstance(chosen, CpuKernels) and can_record()
-    recorder = RecordingKernels(chosen.library, memory)
+    recorder = RecordingKernels(chosen, memory)
     with using(recorder):
         yield recorder.graph
 

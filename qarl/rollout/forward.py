@@ -79,6 +79,9 @@ class DecodeGraph:
         self.inputs = room_for(batch, longest)
         self.stores = Cache(cache.keys, cache.values, self.inputs.slots_T)
         self.embeddings_BD = torch.empty(batch, decoder.config.hidden_size)
+        self.rotation = decoder.rotation(
+            longest
+        )  # whose tables the calls read; the decoder may come to need longer ones
         self.recorded: tuple[Graph, Tensor] | None = None
 
     def logits(self, inputs: Inputs) -> Tensor:

@@ -80,6 +80,17 @@ def test_results_stay_in_memory_and_have_the_same_bits(cpu: CpuKernels) -> None:
         assert torch.equal(kept, plain) and memory.take((4, 32), torch.float32).data_ptr() == kept.data_ptr()
 
 
+def test_kernels_that_leave_their_results_in_memory_multiply_at_the_level_of_those_they_stand_for(
+    cpu: CpuKernels,
+) -> None:
+    cpu.integer_level = -1
+    with using(cpu):
+        with results_in(Memory()):
+            assert isinstance(found := kernels(), CpuKernels) and found.integer_level == -1
+        with recording(Memory()):
+            assert isinstance(found := kernels(), CpuKernels) and found.integer_level == -1
+
+
 def test_only_the_plain_kernels_are_recorded() -> None:
     with using(ReferenceKernels()):
         assert not can_record()
