@@ -87,16 +87,20 @@ def broken_promise(found: Mapping[str, Any]) -> str | None:
     With the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs may depend on
     the batch, and `codes` is the truth.
     """
-    if not kernels().exact_matmul or found["level"] in ("exact", "none"):
-        return None
     layers = [row["layer"] for row in found["per_layer"] if row["bit_equal_fraction"] < 1.0]
+    is_exact = found["level"] == "exact"
+    if not kernels().exact_matmul or found["level"] == "none" or (is_exact and not layers):
+        return None
     place = f"layer {layers[0]} is the first to differ" if layers else "no layer differs, so the output head does"
-    return (
-        f"alignment is {found['level']} where exact is promised: {1.0 - found['bit_equal_fraction']:.2%} of "
+    logprobs = (
+        f"the log-probabilities of {found['tokens']} tokens are equal, but not the hidden states of the same tokens "
+        "decoded again"
+        if is_exact
+        else f"alignment is {found['level']} where exact is promised: {1.0 - found['bit_equal_fraction']:.2%} of "
         f"{found['tokens']} tokens have another log-probability in the learner than in the engine, by up to "
-        f"{found['max_abs_logprob_diff']:.3g}; {place}. A fault of the kernels on this machine: please report it with "
-        "what `qarl doctor` says"
+        f"{found['max_abs_logprob_diff']:.3g}"
     )
+    return f"{logprobs}; {place}. A fault of the kernels on this machine: please report it with what `qarl doctor` says"
 
 
 def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def _layer_outputs(decoder: Decoder) -> Iterator[list[Tensor]]:
     def keep(layer: torch.nn.Module, _: Any, output: Tensor) -> None:
         if layer is decoder.layers[0]:
             outputs.clear()
-        outputs.append(output)
+        outputs.append(output.clone())  # an engine's output lasts until the layer after the next
 
     handles = [layer.register_forward_hook(keep) for layer in decoder.layers]
     try:

@@ -1,6 +1,7 @@
 """`qarl align`: exact where it is, and where it is not, by how much and in which layer."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from qarl.align import align, broken_promise
 from qarl.cli import run_command
+from qarl.models import names
 from qarl.models.names import TINY_CONFIG
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
@@ -51,6 +53,23 @@ class Nudged(CpuKernels):
         layer = self.calls % TINY_CONFIG.num_layers
         self.calls += 1
         return (torch.nextafter(out, torch.tensor(torch.inf)) if layer == self.layer else out), lse
+
+
+@needs_c_kernels
+def test_layers_are_compared_as_they_were_not_as_later_ones_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's memory is used again two layers later."""
+    monkeypatch.setattr(names, "TINY_CONFIG", replace(TINY_CONFIG, num_layers=5))
+    found = align("tiny", "w8a8-int8", 1, "fp32", "auto")
+    assert [row["bit_equal_fraction"] for row in found["per_layer"]] == [1.0] * 5
+
+
+def test_equal_logprobs_of_other_hidden_states_are_no_good_answer() -> None:
+    layers = [{"layer": i, "max_abs_diff": i / 2, "bit_equal_fraction": 1.0 - i / 4} for i in range(2)]
+    found = {"level": "exact", "tokens": 8, "bit_equal_fraction": 1.0, "per_layer": layers}
+    reason = broken_promise(found)
+    if kernels().exact_matmul:
+        assert reason is not None and "of 8 tokens are equal, but not the hidden" in reason
+        assert "layer 1 is the first to differ" in reason
 
 
 @needs_c_kernels
