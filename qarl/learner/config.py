@@ -32,10 +32,11 @@ class LearnerConfig(Config):
     activation_checkpointing: bool = Field(
         True, description="Keep one activation per layer and recompute the rest in the backward pass."
     )
-    gradients: Literal["auto", "fp32"] = Field(
+    gradients: Literal["auto", "int8", "fp32"] = Field(
         "auto",
         description="GEMMs of the backward pass. auto: integer schemes multiply their codes by the output's gradient "
-        "rounded to 16 bits (relative error about 1e-4); fp32: always in full precision.",
+        "rounded to 16 bits (relative error about 1e-4); int8: rounded to 8 bits, up or down at random so that the "
+        "mean is right; fp32: always in full precision.",
     )
     max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm is clipped to this.")
     max_skipped_updates: int = Field(

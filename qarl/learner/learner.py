@@ -7,6 +7,7 @@ B completions, L longest completion, S scored tokens.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ from qarl.models.load import load_folder
 from qarl.models.save import save_folder
 from qarl.ops.head import token_logprobs
 from qarl.ops.kernels import kernels
+from qarl.ops.reference import Rounding
 from qarl.optim.clipping import clip_grad_norm
+from qarl.quant.formats import INT8, INT16, IntegerFormat
 from qarl.quant.scheme import Scheme
 from qarl.records import Advantages, Group, LossInputs, Snapshot
 from qarl.roles import Objective
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Alignment = Literal["auto", "none"]
+
+GRIDS: Mapping[str, IntegerFormat | None] = {"auto": INT16, "int8": INT8, "fp32": None}
+"""What `learner.gradients` rounds gradients to."""
 
 
 class LocalLearner:
@@ -67,8 +73,6 @@ class LocalLearner:
         self.stop_token_ids = stop_token_ids
         self.version = 0
         self.skipped_in_a_row = 0
-        for projection in decoder.projections():
-            projection.integer_gradients = config.gradients == "auto"
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
         self._reference = self._initial_policy() if objective.needs_reference else None
@@ -92,7 +96,7 @@ class LocalLearner:
         reports: list[Metrics] = []
         published = self._snapshot
         for index, (shares, micros) in enumerate(zip(updates, batches, strict=True)):
-            reports.append(self._optimizer_step(shares, micros, old[index], is_first=index == 0))
+            reports.append(self._optimizer_step(index, shares, micros, old[index]))
             self._snapshot = self._requantize()
         self.version += 1
         # Requantizing made this snapshot before the batch counted as trained.
@@ -169,19 +173,28 @@ class LocalLearner:
             return [[micro.frame(self.logprobs(micro)[0]) for micro in micros] for micros in batches]
 
     def _optimizer_step(
-        self, shares: Sequence[Share], micros: Sequence[MicroBatch], old: Sequence[Tensor], is_first: bool
+        self, index: int, shares: Sequence[Share], micros: Sequence[MicroBatch], old: Sequence[Tensor]
     ) -> Metrics:
+        """The update with this index in its batch."""
         self.optimizer.zero_grad()
         num_sequences = sum(len(share.samples) for share in shares)
         num_tokens = sum(len(sample.completion) for share in shares for sample in share.samples)
         reports = []
-        for micro, old_BL in zip(micros, old, strict=True):
-            reports.append(self._accumulate(micro, old_BL, num_sequences, num_tokens, is_first))
+        for place, (micro, old_BL) in enumerate(zip(micros, old, strict=True)):
+            self._round_gradients(index, place)
+            reports.append(self._accumulate(micro, old_BL, num_sequences, num_tokens, is_first=index == 0))
         found = merge([*reports, self._step()])
         if "objective/loss" in found:
             # The shares are added up to this update's loss: of several updates the mean is reported.
             found["objective/loss"] = Mean(found["objective/loss"].value(), 1.0)
         return found
+
+    def _round_gradients(self, update: int, micro_batch: int) -> None:
+        """Choose how the next backward pass rounds: dither is new in every pass, and the same in a resumed run."""
+        grid = GRIDS[self.config.gradients]
+        for projection in self.decoder.projections():
+            seed = dither_seed(self.version, update, micro_batch, projection.names[0])
+            projection.rounding = None if grid is None else Rounding(grid, seed)
 
     def _accumulate(
         self, micro: MicroBatch, old_BL: Tensor, num_sequences: int, num_tokens: int, is_first: bool
@@ -270,6 +283,12 @@ def frozen_copy(decoder: Decoder, snapshot: Snapshot) -> Decoder:
     reference.assign(unquantized(snapshot), requires_grad=False)
     reference.serve(operands_of(decoder, snapshot))
     return reference
+
+
+def dither_seed(version: int, update: int, micro_batch: int, projection: str) -> int:
+    """64 bits that belong to one projection in one backward pass."""
+    text = f"{version}/{update}/{micro_batch}/{projection}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def codes_flipped(before: Snapshot, after: Snapshot) -> Mean:

@@ -9,8 +9,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qarl.ops.reference import KVCodes, KVStore, PackedCodes, PackedInt4, ReferenceKernels, Scores, Spans, shape_of
-from qarl.quant.formats import INT4, INT8, INT16, IntegerFormat
+from qarl.ops.reference import (
+    KVCodes,
+    KVStore,
+    PackedCodes,
+    PackedInt4,
+    ReferenceKernels,
+    Rounding,
+    Scores,
+    Spans,
+    shape_of,
+)
+from qarl.quant.formats import INT4, INT8, IntegerFormat
 
 LARGEST_GROUP = 128
 """Largest group of 4-bit weights that share a scale, in the kernel."""
@@ -157,53 +167,67 @@ class CpuKernels(ReferenceKernels):
             self.library.qarl_int8_matmul(self.integer_level, nibbles, *left, address(weight.corrections), *rest)
         return y
 
-    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:
-        """The weight's scales go into the gradient, which is rounded to 16 bits a token and meets the codes exactly."""
+    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor, rounding: Rounding) -> Tensor:
+        """The weight's scales go into the gradient, which is rounded a token and meets the codes exactly."""
         if weight.codes.dtype != torch.int8:
-            return super().grad_rows(grad_TN, weight, scales_N)
-        codes, scales = self._wide_codes("rows", grad_TN, scales_N)
+            return super().grad_rows(grad_TN, weight, scales_N, rounding)
+        codes, scales = self._gradient_codes("rows", grad_TN, scales_N, rounding)
         grad = torch.empty(len(grad_TN), weight.codes.shape[1])
-        self._mixed_matmul(codes, scales, self._transposed(weight.codes), None, grad)
+        self._gradient_matmul(codes, scales, self._transposed(weight.codes), None, grad)
         return grad
 
     def add_grad_weight(
-        self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor, weights: Sequence[Tensor]
+        self,
+        grad_TN: Tensor,
+        codes_TK: Tensor,
+        row_scales_T: Tensor,
+        weights: Sequence[Tensor],
+        rounding: Rounding,
     ) -> None:
-        """The activations' scales go into the gradient, which is rounded to 16 bits a column and meets the codes."""
+        """The activations' scales go into the gradient, which is rounded a column and meets the codes exactly."""
         if codes_TK.dtype != torch.int8:
-            super().add_grad_weight(grad_TN, codes_TK, row_scales_T, weights)
+            super().add_grad_weight(grad_TN, codes_TK, row_scales_T, weights, rounding)
             return
-        codes, scales = self._wide_codes("columns", grad_TN, row_scales_T)
+        codes, scales = self._gradient_codes("columns", grad_TN, row_scales_T, rounding)
         packed, heights = self._transposed(codes_TK), list(map(len, weights))
         for weight, rows, factors in zip(weights, codes.split(heights), scales.split(heights), strict=True):
-            self._mixed_matmul(rows, factors, packed, weight, weight)
+            self._gradient_matmul(rows, factors, packed, weight, weight)
 
-    def _wide_codes(self, by: Literal["rows", "columns"], x_TN: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """16-bit codes of x times a factor a column, [T, N] by rows; or times a factor a row, [N, T] by columns."""
+    def _gradient_codes(
+        self, by: Literal["rows", "columns"], x_TN: Tensor, factors: Tensor, rounding: Rounding
+    ) -> tuple[Tensor, Tensor]:
+        """Codes of x times a factor a column, [T, N] by rows; or times a factor a row, [N, T] by columns."""
         as_float(x_TN, factors)
-        rows, n = x_TN.shape
+        (rows, n), grid = x_TN.shape, rounding.grid
         shape = (rows, n) if by == "rows" else (n, rows)
-        codes, scales = self.empty_codes(*shape, torch.int16)
+        codes, scales = self.empty_codes(*shape, grid.code_dtype)
         quantize = getattr(self.library, f"qarl_quantize_scaled_{by}")
-        quantize(address(x_TN), address(factors), INT16.largest, rows, n, address(codes), address(scales))
+        how = (grid.largest, codes.element_size(), rounding.seed)
+        quantize(address(x_TN), address(factors), *how, rows, n, address(codes), address(scales))
         return codes, scales
 
-    def _transposed(self, right_KN: Tensor) -> Tensor:
-        """int8 codes packed for `_mixed_matmul`, which multiplies from their left."""
-        k, n = right_KN.shape
-        packed = torch.empty(round_up(n, 64) * round_up(k, 64), dtype=torch.int8)
-        self.library.qarl_pack_int8_transposed(address(right_KN), n, k, address(packed))
-        return packed
+    def _transposed(self, codes_KN: Tensor) -> PackedCodes:
+        """The transpose of int8 codes, packed."""
+        k, n = codes_KN.shape
+        rows, width = round_up(n, 64), round_up(k, 64)
+        packed = torch.empty(rows // 64, 64 * width, dtype=torch.int8)
+        corrections = torch.empty(rows // 64, 64, dtype=torch.int32)
+        self.library.qarl_pack_int8_transposed(address(codes_KN), n, k, address(packed), address(corrections))
+        return PackedCodes(codes_KN.t(), packed, corrections)
 
-    def _mixed_matmul(
-        self, codes_MK: Tensor, scales_M: Tensor, packed: Tensor, added_MN: Tensor | None, out_MN: Tensor
+    def _gradient_matmul(
+        self, codes_MK: Tensor, scales_M: Tensor, right: PackedCodes, added_MN: Tensor | None, out_MN: Tensor
     ) -> None:
-        """out = (codes * scale) @ right, summed as integers, plus `added`, which may be `out` itself."""
-        (rows, k), n = codes_MK.shape, out_MN.shape[1]
+        """out = (codes * scale) @ right^T, summed as integers, plus `added`, which may be `out` itself."""
+        (rows, k), n = codes_MK.shape, len(right.codes)
         as_float(scales_M, added_MN, out_MN)
-        assert k <= LONGEST_SUM and len(out_MN) == rows and len(packed) == round_up(n, 64) * round_up(k, 64)
-        inputs = map(address, (codes_MK, scales_M, packed, added_MN))
-        self.library.qarl_mixed_matmul(self.integer_level, *inputs, rows, n, k, address(out_MN))
+        assert right.codes.shape[1] == k <= LONGEST_SUM and out_MN.shape == (rows, n)
+        left, rest = map(address, (codes_MK, scales_M, right.packed)), (rows, n, k, address(out_MN))
+        if codes_MK.dtype == torch.int16:
+            self.library.qarl_mixed_matmul(self.integer_level, *left, address(added_MN), *rest)
+        else:
+            epilogue = map(address, (right.corrections, None, None, added_MN))
+            self.library.qarl_int8_matmul(self.integer_level, False, *left, *epilogue, *rest)
 
     def pack(self, weight_NK: Tensor) -> Tensor:
         """Panels [ceil(N / panel), K, panel]: the columns of one are neighbours, so a row of x meets vectors."""

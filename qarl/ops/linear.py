@@ -2,9 +2,9 @@
 
 The backward pass is straight-through: rounding counts as identity, so with y = x_q w_q^T,
 dL/dx = dy @ dequant(w_q) and dL/dw = dy^T @ dequant(x_q) (arXiv 2604.07853; Bengio et al. 2013, arXiv 1308.3432).
-Integer schemes fold the scales into dy, round it to 16 bits a row or a column, and multiply the codes themselves: three
-times faster than fp32, with a relative error of about 1e-4 (docs/performance.md). Gradients of masters are added to
-their `.grad` by the operation itself (`gradient.py`).
+Integer schemes fold the scales into dy, round it a row or a column, and multiply the codes themselves: with 16 bits,
+three times faster than fp32 and with a relative error of about 1e-4 (docs/performance.md). Gradients of masters are
+added to their `.grad` by the operation itself (`gradient.py`).
 Shape letters: T rows, K in, N out.
 """
 
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import Operand, Rows
+from qarl.ops.reference import Rounding
 from qarl.quant.formats import INT8
 
 
@@ -36,15 +37,15 @@ class Projection:
     """Sibling linear layers that read the same input, multiplied as one GEMM with what was published.
 
     `linears` hold the master weights (on the meta device in an engine); `operand` is what is multiplied and
-    is set whenever a new version is served. With `integer_gradients`, integer schemes compute their backward pass on
-    the codes too, the incoming gradient rounded to 16 bits.
+    is set whenever a new version is served. Integer schemes compute their backward pass on the codes too, the incoming
+    gradient rounded as `rounding` says; in fp32 if that is None.
     """
 
     def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
         self.names = tuple(names)
         self.linears = tuple(linears)
         self.operand: Operand | None = None
-        self.integer_gradients = True
+        self.rounding: Rounding | None = Rounding()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N], plus `residual`."""
@@ -84,7 +85,7 @@ class Projection:
         for linear, grad in zip(self.linears, grads, strict=True):
             if linear.bias is not None:
                 gradient_of(linear.bias).add_(grad.sum(0))
-        return operand.backward(grad_TN, rows, weights, self.integer_gradients)
+        return operand.backward(grad_TN, rows, weights, self.rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

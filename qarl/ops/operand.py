@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.ops.cpu import LARGEST_GROUP, CpuKernels
 from qarl.ops.kernels import kernels, require_exact_integers
-from qarl.ops.reference import PackedCodes, PackedInt4, blocks
+from qarl.ops.reference import PackedCodes, PackedInt4, Rounding, blocks
 from qarl.quant.formats import INT4, IntegerFormat
 from qarl.quant.qtensor import (
     QTensor,
@@ -77,17 +77,17 @@ class IntegerOperand:
         assert scales_T is not None
         return codes_TK.float() * scales_T[:, None]
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
         """Straight-through gradient of rows [T, K]; that of the weight is added to `weights`, its parts [n, K].
 
-        `by_integers`: on the codes themselves.
+        On the codes themselves if the gradient may be rounded.
         """
         codes_TK, scales_T = rows
         assert scales_T is not None
-        if not by_integers:
+        if rounding is None:
             return float_backward(self, grad_TN, rows, weights)
-        kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights)
-        return kernels().grad_rows(grad_TN, self.weight, self.scales)
+        kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights, rounding)
+        return kernels().grad_rows(grad_TN, self.weight, self.scales, rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ class Int4Operand:
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
         """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
         return float_backward(self, grad_TN, rows, weights)
 
@@ -174,7 +174,7 @@ class FloatOperand:
             return x_TK
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], by_integers: bool) -> Tensor:
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
         """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
         return float_backward(self, grad_TN, rows, weights)
 

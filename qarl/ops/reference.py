@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qarl.quant.formats import INT8, IntegerFormat
+from qarl.quant.formats import INT8, INT16, IntegerFormat
 from qarl.quant.qtensor import quantize_rows
 
 
@@ -73,6 +73,18 @@ class PackedInt4:
         groups_NGE = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
         weight: Tensor = (groups_NGE * self.scales[..., None]).flatten(1)
         return weight
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What kernels may round the output's gradient to, a scale a row or a column, on its way to an integer product.
+
+    To nearest on INT16. On INT8 by dither, up with the probability of the fraction, so that the mean is the gradient
+    itself: a function of `seed` (64 bits) and the place in the matrix.
+    """
+
+    grid: IntegerFormat = INT16
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,12 +189,17 @@ class ReferenceKernels:
             accumulator_TN = torch._int_mm(codes_TK, weight.codes.t())
         return self.dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
 
-    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor) -> Tensor:
+    def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor, rounding: Rounding) -> Tensor:
         """grad @ dequantized weight, [T, K]: the gradient of an integer product with respect to its rows."""
         return (grad_TN * scales_N) @ weight.codes.float()
 
     def add_grad_weight(
-        self, grad_TN: Tensor, codes_TK: Tensor, row_scales_T: Tensor, weights: Sequence[Tensor]
+        self,
+        grad_TN: Tensor,
+        codes_TK: Tensor,
+        row_scales_T: Tensor,
+        weights: Sequence[Tensor],
+        rounding: Rounding,
     ) -> None:
         """Add grad^T @ dequantized rows, [N, K], to `weights`, its parts [n, K] that follow one another along N.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from qarl.errors import RunError
 from qarl.learner.batch import pack, shares_of
-from qarl.learner.learner import LocalLearner, codes_flipped, score
+from qarl.learner.learner import LocalLearner, codes_flipped, dither_seed, score
 from qarl.metrics import values
 from qarl.models.config import ModelConfig, rope_tables
 from qarl.objectives import Grpo, Reinforce
@@ -189,6 +190,44 @@ def test_integer_gradients_are_those_of_fp32_to_a_thousandth(small, scheme):
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact) == (kernels().name == "cpu")
     for name, gradient in exact.items():
         assert (rounded[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
+
+
+def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Of all gradients together."""
+    errors = sum(float((found[name] - exact[name]).double().square().sum()) for name in exact)
+    return math.sqrt(errors / sum(float(exact[name].double().square().sum()) for name in exact))
+
+
+def test_int8_gradients_are_those_of_fp32_in_the_mean_over_versions(small):
+    """The noise of one is a few percent, and that of a mean smaller by the square root of how many there are."""
+    groups = small.rollout(small.learner("w8a8-int8"), *LENGTHS)
+    advantages = small.advantages(groups)
+    exact = gradients(small.learner("w8a8-int8", gradients="fp32", **UNCLIPPED), groups, advantages)
+
+    def of_version(version: int) -> dict[str, Tensor]:
+        learner = small.learner("w8a8-int8", gradients="int8", **UNCLIPPED)
+        learner.version = version
+        return gradients(learner, [as_of(group, version) for group in groups], advantages)
+
+    found = [of_version(version) for version in range(25)]
+    if kernels().name == "cpu":
+        assert 1e-3 < relative_error(found[0], exact) < 0.1
+        assert 0.5 < relative_error(found[0], found[1]) / relative_error(found[0], exact) / math.sqrt(2) < 2
+    mean = {name: torch.stack([gradient[name] for gradient in found]).mean(0) for name in exact}
+    assert relative_error(mean, exact) < 0.3 * relative_error(found[0], exact) + 1e-6
+
+
+def as_of(group: Group, version: int) -> Group:
+    """The same completions, as if this version had sampled them."""
+    sampled = (dataclasses.replace(c, versions=torch.full_like(c.versions, version)) for c in group.completions)
+    return Group(group.prompt, tuple(sampled))
+
+
+def test_every_projection_and_backward_pass_has_a_dither_of_its_own():
+    places = itertools.product(range(3), range(3), range(3), ("a", "b"))
+    seeds = {dither_seed(*place) for place in places}
+    assert len(seeds) == 54
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
 def test_the_gradient_is_clipped_and_its_norm_before_that_reported(small):
@@ -479,7 +518,14 @@ def steps(small, learner: LocalLearner, count: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"optimizer": Muon()}, {"updates_per_batch": 3, "schedule": Linear(warmup_steps=3)}], ids=str
+    "config",
+    [
+        {},
+        {"optimizer": Muon()},
+        {"updates_per_batch": 3, "schedule": Linear(warmup_steps=3)},
+        {"updates_per_batch": 2, "micro_batch_tokens": 60, "gradients": "int8"},
+    ],
+    ids=str,
 )
 def test_a_saved_and_restored_learner_goes_on_as_the_unbroken_one(small, tmp_path, config):
     def fresh() -> LocalLearner:

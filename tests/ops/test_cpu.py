@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qarl.ops.cpu import LONGEST_SUM, CpuKernels
-from qarl.ops.reference import Spans, visible_rows
+from qarl.ops.reference import Rounding, Spans, visible_rows
 from qarl.quant.formats import INT4, INT8, INT12, INT16
 from qarl.quant.qtensor import quantize_rows
 
@@ -252,18 +252,20 @@ def test_4_bit_weights_have_the_products_of_the_same_codes_in_bytes(each_level: 
         assert within(found[1], exact, 1e-2)
 
 
+@pytest.mark.parametrize("grid", [INT16, INT8], ids=lambda grid: grid.name)
 @pytest.mark.parametrize("k", [1, 512, 513, 1024, 4100])
-def test_products_of_16_bit_rows_and_8_bit_codes_are_exact_at_their_largest(each_level: CpuKernels, k):
-    codes = torch.full((7, k), int(INT16.largest), dtype=torch.int16)
+def test_products_of_gradients_and_8_bit_codes_are_exact_at_their_largest(each_level: CpuKernels, k, grid):
+    largest = int(grid.largest)
+    codes = torch.full((7, k), largest, dtype=grid.code_dtype)
     codes[1].neg_()
     codes[2, ::2] *= -1
-    codes[3] = torch.randint(-32512, 32513, (k,))
+    codes[3] = torch.randint(-largest, largest + 1, (k,))
     right = torch.full((k, 18), 127, dtype=torch.int8)
     right[:, 1].neg_()
     right[:, 2] = torch.randint(-127, 128, (k,))
     exact = codes.double() @ right.double()
     sums = torch.zeros(7, 18)
-    each_level._mixed_matmul(codes, torch.ones(7), each_level._transposed(right), None, sums)
+    each_level._gradient_matmul(codes, torch.ones(7), each_level._transposed(right), None, sums)
     assert torch.equal(sums, exact.float())
 
 
@@ -274,7 +276,7 @@ def test_products_over_no_rows_or_nothing_are_empty_or_zero(each_level: CpuKerne
     )
     assert none.shape == (0, 5)
     grad = torch.ones(5, 8)
-    each_level.add_grad_weight(torch.ones(0, 5), torch.ones(0, 8, dtype=torch.int8), torch.ones(0), [grad])
+    each_level.add_grad_weight(torch.ones(0, 5), torch.ones(0, 8, dtype=torch.int8), torch.ones(0), [grad], Rounding())
     assert torch.equal(grad, torch.ones(5, 8))
 
 
@@ -539,33 +541,119 @@ def test_threads_are_torchs(cpu: CpuKernels):
 # ---------------------------------------------------------------------------------------------- integer gradients
 
 
+TO_NEAREST, BY_DITHER = Rounding(), Rounding(INT8, seed=-(2**63))
+every_rounding = pytest.mark.parametrize("rounding", [TO_NEAREST, BY_DITHER], ids=lambda rounding: rounding.grid.name)
+
+
+@pytest.mark.parametrize(("rounding", "tolerance"), [(TO_NEAREST, 3e-4), (BY_DITHER, 0.03)], ids=["int16", "int8"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 5, 7), (13, 33, 64), (70, 100, 52)])
-def test_integer_gradients_are_near_float64(each_level: CpuKernels, rows, n, k):
+def test_integer_gradients_are_near_float64(each_level: CpuKernels, rows, n, k, rounding, tolerance):
     grad = torch.randn(rows, n) * torch.randn(rows, 1).exp()
     weight, activations = (torch.randint(-127, 128, (m, k), dtype=torch.int8) for m in (n, rows))
     column_scales, row_scales = torch.rand(n) + 0.1, torch.rand(rows) + 0.1
     exact_rows = (grad.double() * column_scales) @ weight.double()
     exact_weight = (grad.double() * row_scales[:, None]).t() @ activations.double()
-    found_rows = each_level.grad_rows(grad, each_level.pack_codes(weight), column_scales)
+    found_rows = each_level.grad_rows(grad, each_level.pack_codes(weight), column_scales, rounding)
     before = torch.randn(n, k) * exact_weight.std()
     parts = list(before.clone().split([2, n - 2]))
-    each_level.add_grad_weight(grad, activations, row_scales, parts)
-    assert (found_rows - exact_rows).norm() <= 3e-4 * exact_rows.norm()
-    assert (torch.cat(parts) - before - exact_weight).norm() <= 3e-4 * exact_weight.norm()
+    each_level.add_grad_weight(grad, activations, row_scales, parts, rounding)
+    assert (found_rows - exact_rows).norm() <= tolerance * exact_rows.norm()
+    assert (torch.cat(parts) - before - exact_weight).norm() <= tolerance * exact_weight.norm()
 
 
-def test_integer_gradients_of_16_bit_steps_are_exact(each_level: CpuKernels):
+@every_rounding
+def test_integer_gradients_of_8_bit_steps_are_exact(each_level: CpuKernels, rounding):
     grad = torch.tensor([[127.0, -64.0, 1.0], [0.0, 0.0, 0.0]])  # multiples of amax / 127
     weight = torch.tensor([[1, 2], [-3, 4], [127, -127]], dtype=torch.int8)
-    found = each_level.grad_rows(grad, each_level.pack_codes(weight), torch.ones(3))
+    found = each_level.grad_rows(grad, each_level.pack_codes(weight), torch.ones(3), rounding)
     torch.testing.assert_close(found, grad @ weight.float(), rtol=1e-6, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_stays_so(cpu: CpuKernels):
+@every_rounding
+def test_integer_gradients_are_exact_at_their_longest_and_largest(each_level: CpuKernels, rounding):
+    grad, codes = torch.ones(LONGEST_SUM, 2), torch.full((LONGEST_SUM, 2), 127, dtype=torch.int8)
+    grad[:, 1], codes[:, 1] = -1.0, -127
+    found = torch.zeros(2, 2)
+    each_level.add_grad_weight(grad, codes, torch.ones(LONGEST_SUM), [found], rounding)
+    torch.testing.assert_close(found, 127.0 * LONGEST_SUM * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 65), (64, 64), (130, 200)])
+def test_the_transpose_of_codes_is_packed_as_those_codes_are(cpu: CpuKernels, k, n):
+    codes = torch.randint(-127, 128, (k, n), dtype=torch.int8)
+    found, expected = cpu._transposed(codes), cpu.pack_codes(codes.t().contiguous())
+    assert found.packed is not None and expected.packed is not None
+    assert torch.equal(found.packed, expected.packed)
+    for packed in (found, expected):
+        assert torch.equal(packed.codes, codes.t())
+        assert packed.corrections is not None
+        assert packed.corrections.flatten().tolist() == [*(-128 * codes.sum(0)).tolist(), *[0] * (-n % 64)]
+
+
+def uniforms(seed: int, rows: int, n: int) -> Tensor:
+    """Float64 [rows, n] in [0, 1): MurmurHash3's finalizer of an element's place, keyed by splitmix64 of its row."""
+    found = torch.empty(rows, n, dtype=torch.float64)
+    for row in range(rows):
+        z = (seed + (row + 1) * 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        for i in range(n):
+            h = z >> 32 ^ i * 0x9E3779B9 % 2**32
+            h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+            h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+            found[row, i] = (h ^ h >> 16) >> 8
+    return found / 2**24
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345])
+def test_dithered_codes_are_those_of_the_definition_to_the_bit(cpu: CpuKernels, seed):
+    x, factors = awkward_rows(129), torch.rand(129) / 2 + 0.5
+    scaled = x * factors
+    amax = scaled.abs().amax(1, keepdim=True)
+    steps = torch.where(amax >= 2.0**-100, scaled * (127 / amax), 0.0).clamp(-127, 127).double()
+    expected = (steps.floor() + (uniforms(seed, *x.shape) < steps - steps.floor())).to(torch.int8)
+    for by, given, seen in (("rows", x, factors), ("columns", scaled.t().contiguous(), torch.ones(129))):
+        codes, scales = cpu._gradient_codes(by, given, seen, Rounding(INT8, seed))
+        assert torch.equal(codes, expected)
+        assert torch.equal(scales, quantize_rows(scaled, INT8)[1])
+
+
+def test_dithered_gradients_are_right_in_the_mean_and_their_errors_independent(cpu: CpuKernels):
+    """Of the mean over many seeds the error, in standard errors, is that of a normal distribution."""
+    count, grad = 2000, torch.randn(6, 40) * torch.rand(40).exp()
+    weight = torch.randint(-127, 128, (40, 5), dtype=torch.int8)
+    packed, ones = cpu.pack_codes(weight), torch.ones(40)
+    exact, steps = grad.double() @ weight.double(), grad.double() * 127 / grad.double().abs().amax(1, keepdim=True)
+    fractions, step = steps - steps.floor(), grad.double().abs().amax(1, keepdim=True) / 127
+    deviation = step * ((fractions * (1 - fractions)) @ weight.double().square()).sqrt()
+    found = torch.stack([cpu.grad_rows(grad, packed, ones, Rounding(INT8, seed)) for seed in range(count)]).double()
+    mean_errors = (found.mean(0) - exact) / (deviation / math.sqrt(count))
+    assert mean_errors.abs().max() < 4.5
+    assert mean_errors.square().mean() < 2.0
+    torch.testing.assert_close(found.std(0), deviation, rtol=0.1, atol=0)
+
+
+def test_dithered_gradients_do_not_depend_on_the_number_of_threads(cpu: CpuKernels):
+    grad, activations = torch.randn(70, 200), torch.randint(-127, 128, (70, 52), dtype=torch.int8)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        weight = torch.zeros(200, 52)
+        cpu.add_grad_weight(grad, activations, torch.ones(70), [weight], BY_DITHER)
+        found.append(
+            torch.cat(
+                [weight, cpu.grad_rows(grad.t().contiguous(), cpu.pack_codes(activations), torch.ones(70), BY_DITHER)]
+            )
+        )
+    assert torch.equal(*found)
+
+
+@every_rounding
+def test_a_gradient_that_is_not_finite_stays_so(cpu: CpuKernels, rounding):
     grad = torch.randn(3, 8)
     grad[1, 2] = float("nan")
     weight = torch.ones(8, 4, dtype=torch.int8)
-    assert cpu.grad_rows(grad, cpu.pack_codes(weight), torch.ones(8))[1].isnan().all()
+    assert cpu.grad_rows(grad, cpu.pack_codes(weight), torch.ones(8), rounding)[1].isnan().all()
     grad_weight = torch.zeros(8, 4)
-    cpu.add_grad_weight(grad, torch.ones(3, 4, dtype=torch.int8), torch.ones(3), [grad_weight])
+    cpu.add_grad_weight(grad, torch.ones(3, 4, dtype=torch.int8), torch.ones(3), [grad_weight], rounding)
     assert grad_weight[2].isnan().all()

@@ -49,17 +49,24 @@ static void pack_panels(const void *codes, int64_t n, int64_t k, int64_t size, v
     }
 }
 
-// int8 codes [n, k] to packed panels; `corrections` [padded n] are -128 * (sum of a column), which undo the offset that
-// makes the left operand of VNNI unsigned.
+// -128 * (sum of a column of packed panels), [padded n], which undoes the offset that makes the left operand of VNNI
+// unsigned.
+static void correct_columns(const int8_t *packed, int64_t n, int64_t k, int32_t *corrections) {
+    int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; p++) {
+        int32_t sums[4 * COLUMNS] = {0};
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t i = 0; i < 4 * COLUMNS; i++) sums[i] += packed[(p * groups + g) * 4 * COLUMNS + i];
+        for (int64_t c = 0; c < COLUMNS; c++)
+            corrections[p * COLUMNS + c] = -128 * (sums[4 * c] + sums[4 * c + 1] + sums[4 * c + 2] + sums[4 * c + 3]);
+    }
+}
+
+// int8 codes [n, k] to packed panels with their corrections.
 void qarl_pack_int8(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
     pack_panels(codes, n, k, 1, packed);
-    int64_t padded = round_up(n, COLUMNS * BLOCK_PANELS);
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < padded; row++) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < (row < n ? k : 0); i++) sum += codes[row * k + i];
-        corrections[row] = -128 * sum;
-    }
+    correct_columns(packed, n, k, corrections);
 }
 
 // 4-bit codes, held in int8, to packed panels of nibbles.
@@ -94,7 +101,7 @@ void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void
 }
 
 // The transpose of int8 codes [k, n] packed in the same way: columns of `codes` become outputs.
-void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t *packed) {
+void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
     int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
@@ -109,10 +116,11 @@ void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t
         for (int64_t i = whole * 4; i < k; i++)
             for (int64_t c = 0; c < columns; c++) out[(i / 4 * COLUMNS + c) * 4 + i % 4] = codes[i * n + first + c];
     }
+    correct_columns(packed, n, k, corrections);
 }
 
-// `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. bias and
-// residual may be NULL.
+// `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. Column scales,
+// bias and residual, which may be y itself, may be NULL.
 void qarl_int8_matmul(int level, int nibbles, const int8_t *codes, const float *row_scales, const void *weights,
                       const int32_t *corrections, const float *column_scales, const float *bias, const float *residual,
                       int64_t rows, int64_t n, int64_t k, float *y) {

@@ -38,12 +38,17 @@ void qarl_quantize_rows(const float *x, float limit, int64_t rows, int64_t n, in
     for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row(x + t * n, n, limit, codes + t * n);
 }
 
-static float quantize_row_wide(const float *x, int64_t n, float limit, int16_t *codes) {
+// The scale of a row, and in `factor` what turns it into codes; 0 where they are all 0.
+static float row_scale(const float *x, int64_t n, float limit, float *factor) {
     float amax = row_amax(x, n);
-    int is_zero = amax < SMALLEST_AMAX, is_bad = isnan(amax);
-    float factor = is_zero || is_bad ? 0.0f : limit / amax;
-    for (int64_t i = 0; i < n; i++) codes[i] = is_bad ? 0 : (int16_t)__builtin_rintf(x[i] * factor);
-    return is_bad ? amax : is_zero ? 1.0f : amax / limit;
+    *factor = amax >= SMALLEST_AMAX ? limit / amax : 0.0f;
+    return isnan(amax) ? amax : amax >= SMALLEST_AMAX ? amax / limit : 1.0f;
+}
+
+static float quantize_row_wide(const float *x, int64_t n, float limit, int16_t *codes) {
+    float factor, scale = row_scale(x, n, limit, &factor);
+    for (int64_t i = 0; i < n; i++) codes[i] = factor == 0.0f ? 0 : (int16_t)__builtin_rintf(x[i] * factor);
+    return scale;
 }
 
 // The same onto a grid that needs 16 bits.
@@ -52,16 +57,49 @@ void qarl_quantize_rows_wide(const float *x, float limit, int64_t rows, int64_t 
     for (int64_t t = 0; t < rows; t++) scales[t] = quantize_row_wide(x + t * n, n, limit, codes + t * n);
 }
 
-// Gradients of a linear layer for integer GEMMs: 16-bit codes of x[t, c] * factor[c], one scale a row.
-void qarl_quantize_scaled_rows(const float *x, const float *factors, float limit, int64_t rows, int64_t n,
-                               int16_t *codes, float *scales) {
+static inline uint32_t mixed(uint32_t h) {  // the finalizer of MurmurHash3
+    h = (h ^ h >> 16) * 0x85ebca6bu;
+    h = (h ^ h >> 13) * 0xc2b2ae35u;
+    return h ^ h >> 16;
+}
+
+// By dither: up with the probability of the fraction, so that the mean is the value itself. The uniform number of an
+// element, in 24 bits, is a hash of the row's key and its place. Adding it to the value first would round the sum.
+static float quantize_row_dithered(const float *x, int64_t n, float limit, uint32_t key, int8_t *codes) {
+    float factor, scale = row_scale(x, n, limit, &factor);
+    for (int64_t i = 0; i < n; i++) {
+        float uniform = (float)(int32_t)(mixed(key ^ (uint32_t)i * 0x9e3779b9u) >> 8) * 0x1p-24f;
+        float value = x[i] * factor, inside = value > limit ? limit : value < -limit ? -limit : value;
+        float low = floorf(inside);
+        codes[i] = factor == 0.0f ? 0 : (int8_t)(low + (uniform < inside - low ? 1.0f : 0.0f));
+    }
+    return scale;
+}
+
+static uint32_t row_key(int64_t seed, int64_t row) {  // splitmix64 (Steele et al. 2014) at that row
+    uint64_t z = (uint64_t)seed + ((uint64_t)row + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (uint32_t)(z >> 32);
+}
+
+// Row `row` of a gradient as codes of `bytes` bytes: two, to nearest, or one, by dither.
+static float quantize_gradient(const float *x, int64_t n, float limit, int bytes, int64_t seed, int64_t row,
+                               void *codes) {
+    if (bytes == 2) return quantize_row_wide(x, n, limit, (int16_t *)codes + row * n);
+    return quantize_row_dithered(x, n, limit, row_key(seed, row), (int8_t *)codes + row * n);
+}
+
+// Gradients of a linear layer for integer GEMMs: codes of x[t, c] * factor[c], one scale a row.
+void qarl_quantize_scaled_rows(const float *x, const float *factors, float limit, int bytes, int64_t seed, int64_t rows,
+                               int64_t n, void *codes, float *scales) {
 #pragma omp parallel
     {
         float *scaled = malloc(n * sizeof(float));
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < rows; t++) {
             for (int64_t i = 0; i < n; i++) scaled[i] = x[t * n + i] * factors[i];
-            scales[t] = quantize_row_wide(scaled, n, limit, codes + t * n);
+            scales[t] = quantize_gradient(scaled, n, limit, bytes, seed, t, codes);
         }
         free(scaled);
     }
@@ -69,9 +107,9 @@ void qarl_quantize_scaled_rows(const float *x, const float *factors, float limit
 
 #define COLUMN_BLOCK 64
 
-// 16-bit codes of x[t, c] * factor[t] with one scale a column, transposed to [n, rows].
-void qarl_quantize_scaled_columns(const float *x, const float *factors, float limit, int64_t rows, int64_t n,
-                                  int16_t *codes, float *scales) {
+// Codes of x[t, c] * factor[t] with one scale a column, transposed to [n, rows].
+void qarl_quantize_scaled_columns(const float *x, const float *factors, float limit, int bytes, int64_t seed,
+                                  int64_t rows, int64_t n, void *codes, float *scales) {
 #pragma omp parallel
     {
         float *column = malloc(COLUMN_BLOCK * rows * sizeof(float));
@@ -80,8 +118,8 @@ void qarl_quantize_scaled_columns(const float *x, const float *factors, float li
             int64_t width = n - first < COLUMN_BLOCK ? n - first : COLUMN_BLOCK;
             for (int64_t t = 0; t < rows; t++)
                 for (int64_t c = 0; c < width; c++) column[c * rows + t] = x[t * n + first + c] * factors[t];
-            for (int64_t c = 0; c < width; c++)
-                scales[first + c] = quantize_row_wide(column + c * rows, rows, limit, codes + (first + c) * rows);
+            for (int64_t c = first; c < first + width; c++)
+                scales[c] = quantize_gradient(column + (c - first) * rows, rows, limit, bytes, seed, c, codes);
         }
         free(column);
     }
