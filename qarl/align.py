@@ -112,6 +112,7 @@ def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:
         "prompts": {"type": "arithmetic", "maximum": 999},
         "rewards": [{"type": "answer"}],
         "engine": {"type": "native", "kv_cache": kv},
+        "learner": {"micro_batch_tokens": 2 * GROUP_SIZE * LENGTHS[-1]},  # a group in one piece: it is replayed as one
         # Only so that the model's context is not asked for more than it has; rounds set their own length.
         "sampling": {"max_new_tokens": LENGTHS[0]},
     }
