@@ -235,7 +235,11 @@ def _report(findings: Findings, alignment: str) -> dict[str, Any]:
         "bit_equal_fraction": equal,
         "argmax_flips": findings.argmax_flips,
         "per_layer": [
-            {"layer": i, "max_abs_diff": gap.max_abs, "bit_equal_fraction": gap.equal / max(gap.elements, 1)}
+            {
+                "layer": i,
+                "max_abs_diff": gap.max_abs,
+                "bit_equal_fraction": gap.equal / gap.elements if gap.elements else 1.0,
+            }
             for i, gap in enumerate(findings.layers)
         ],
     }

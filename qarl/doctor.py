@@ -16,9 +16,9 @@ from qarl import __version__
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.kernels import integers_are_exact, kernels
-from qarl.ops.operand import activation_grid, is_integer
+from qarl.ops.operand import activation_grid, is_integer, weight_grid
 from qarl.quant import SCHEMES, Scheme
-from qarl.quant.formats import INT8
+from qarl.quant.formats import INT4, INT8
 
 PACKAGES = {
     "torch": "core",
@@ -99,6 +99,8 @@ def integer_path(scheme: Scheme) -> str:
         return "torch"
     if chosen.integer_level == 1 and activation_grid(scheme) is not INT8:  # dot products are of bytes
         return "16-bit pairs"
+    if chosen.integer_level == 0 and chosen.multiplies_nibbles and weight_grid(scheme) is INT4:
+        return "products of bytes"
     return ("16-bit pairs", "VNNI dot products", "AMX tiles")[chosen.integer_level]
 
 

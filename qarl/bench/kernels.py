@@ -61,8 +61,8 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
 
     Rates stand beside the best measured here: of GEMMs `gops` (a product of wider codes, as the head's, counts like one
     of 8 bits), of everything `gbytes_per_s` beside that of a large copy; more than that came out of caches.
-    `step_ms` is the sum of the calls. `outside_ms` is what the step takes besides: writing its inputs, the embedding,
-    and sampling's call from Python. ConfigurationError for a scheme that is not computed by kernels alone.
+    `step_ms` is the sum of the calls. `outside_ms` is what the step takes besides: writing its inputs, the embedding.
+    ConfigurationError for a scheme that is not computed by the C kernels alone, or without them.
     """
     system = system_for(model, scheme, batch, kv_cache=kv_cache)
     engine = system.cast.engine
@@ -72,7 +72,7 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
     if not step.forward.uses_graphs():
         raise ConfigurationError(
             f"command line: --scheme {scheme} is not computed by the C kernels alone here, so there are no calls to "
-            "time; take another scheme (`qarl doctor` says which kernels there are)"
+            "time; `qarl doctor` says which kernels there are, and which schemes have them"
         )
     calls = step.calls()
     samples = []

@@ -21,7 +21,9 @@ class LearnerConfig(Config):
         1024, ge=1, le=65536, description="Most tokens (prompt and completion) in one forward and backward pass."
     )
     head_chunk_tokens: int = Field(
-        256, ge=1, description="Positions whose logits exist at a time; bounds memory by this times the vocabulary."
+        256,
+        ge=1,
+        description="Bounds the logits that exist at a time: as many numbers as those of this many positions.",
     )
     skip_equal_groups: Literal["auto"] | bool = Field(
         "auto",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qarl.checkpoint import load_tensors, save_tensors
-from qarl.errors import RunError
+from qarl.errors import ConfigurationError, RunError
 from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly, with_gradient
 from qarl.learner.config import LearnerConfig
 from qarl.learner.mismatch import mismatch_metrics
@@ -28,6 +28,7 @@ from qarl.models.load import load_folder
 from qarl.models.save import save_folder
 from qarl.ops.head import token_logprobs
 from qarl.ops.kernels import kernels
+from qarl.ops.operand import rounds_gradients
 from qarl.ops.reference import Rounding
 from qarl.optim.clipping import clip_grad_norm
 from qarl.quant.formats import INT8, INT16, IntegerFormat
@@ -75,6 +76,7 @@ class LocalLearner:
         self.skipped_in_a_row = 0
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
+        self._refuse_ignored_rounding()
         self._reference = self._initial_policy() if objective.needs_reference else None
 
     def publish(self) -> Snapshot:
@@ -137,6 +139,14 @@ class LocalLearner:
         else:
             self.decoder.serve(operands_of(self.decoder, snapshot))
         return snapshot
+
+    def _refuse_ignored_rounding(self) -> None:
+        """ConfigurationError where gradients were asked to be rounded to 8 bits, and nothing is multiplied by codes."""
+        if self.config.gradients == "int8" and not any(rounds_gradients(x) for x in self.decoder.operands()):
+            raise ConfigurationError(
+                "learner.gradients = 'int8' has no effect here: it needs an integer scheme (w8a8-int8, w4a8-int8), "
+                "alignment = 'auto' and the C kernels (`qarl doctor`); leave it at 'auto'"
+            )
 
     def _is_exact(self) -> bool:
         """Whether the engine's log-probabilities have the bits of this learner's."""

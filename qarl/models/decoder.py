@@ -225,6 +225,7 @@ class Decoder(nn.Module):
         """
         rotation = self.rotation(longest)
         x_TD = self.embeddings(token_ids_T)
+        assert x_TD.requires_grad or not recompute, "a recomputed layer trains only where its input has a gradient"
         for layer in self.layers:
             if recompute:
                 x_TD = _Recomputed.apply(layer, x_TD, positions_T, rotation, spans)

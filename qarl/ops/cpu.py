@@ -51,6 +51,7 @@ class CpuKernels(ReferenceKernels):
     """Calls into the compiled library.
 
     `integer_level`: 2 where 8-bit GEMMs run on AMX tiles, 1 on VNNI dot products, 0 on multiply-adds of 16-bit pairs.
+    `multiplies_nibbles`: whether at level 0 GEMMs of 4-bit weights run on products of bytes instead.
     `panel` is two vectors of this CPU.
     `gain_rows`: rows whose gradients of a norm's gain are summed together.
     """
@@ -61,6 +62,7 @@ class CpuKernels(ReferenceKernels):
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.integer_level = int(library.qarl_integer_level())
+        self.multiplies_nibbles = bool(library.qarl_multiplies_nibbles())
         self.panel = int(library.qarl_panel_columns())
         self.gain_rows = int(library.qarl_gain_rows())
 
@@ -173,7 +175,7 @@ class CpuKernels(ReferenceKernels):
             return super().grad_rows(grad_TN, weight, scales_N, rounding)
         codes, scales = self._gradient_codes("rows", grad_TN, scales_N, rounding)
         grad = torch.empty(len(grad_TN), weight.codes.shape[1])
-        self._gradient_matmul(codes, scales, self._transposed(weight.codes), None, grad)
+        self._gradient_matmul(codes, scales, self._transposed(weight.codes, rounding.grid), None, grad)
         return grad
 
     def add_grad_weight(
@@ -189,7 +191,7 @@ class CpuKernels(ReferenceKernels):
             super().add_grad_weight(grad_TN, codes_TK, row_scales_T, weights, rounding)
             return
         codes, scales = self._gradient_codes("columns", grad_TN, row_scales_T, rounding)
-        packed, heights = self._transposed(codes_TK), list(map(len, weights))
+        packed, heights = self._transposed(codes_TK, rounding.grid), list(map(len, weights))
         for weight, rows, factors in zip(weights, codes.split(heights), scales.split(heights), strict=True):
             self._gradient_matmul(rows, factors, packed, weight, weight)
 
@@ -206,12 +208,12 @@ class CpuKernels(ReferenceKernels):
         quantize(address(x_TN), address(factors), *how, rows, n, address(codes), address(scales))
         return codes, scales
 
-    def _transposed(self, codes_KN: Tensor) -> PackedCodes:
-        """The transpose of int8 codes, packed."""
+    def _transposed(self, codes_KN: Tensor, left: IntegerFormat) -> PackedCodes:
+        """The transpose of int8 codes, packed to be multiplied by codes of the grid `left` from their left."""
         k, n = codes_KN.shape
         rows, width = round_up(n, 64), round_up(k, 64)
         packed = torch.empty(rows // 64, 64 * width, dtype=torch.int8)
-        corrections = torch.empty(rows // 64, 64, dtype=torch.int32)
+        corrections = torch.empty(rows // 64, 64, dtype=torch.int32) if left is INT8 else None
         self.library.qarl_pack_int8_transposed(address(codes_KN), n, k, address(packed), address(corrections))
         return PackedCodes(codes_KN.t(), packed, corrections)
 

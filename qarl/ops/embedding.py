@@ -24,7 +24,7 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, token_ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(token_ids)
         ctx.weight = weight
-        return weight[token_ids]
+        return torch.nn.functional.embedding(token_ids, weight)
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from torch import Tensor
 
 def gradient_of(master: Tensor) -> Tensor:
     """The gradient that a master has collected so far, zeros at first: a backward pass adds its share in place."""
+    assert master.requires_grad, "a frozen master takes no gradient"
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     return master.grad

@@ -49,7 +49,7 @@ class Memory:
 
 
 class Graph:
-    """Recorded calls: name and arguments each, and the tensors whose addresses they hold."""
+    """Recorded calls: name and arguments each, and their results; whatever else they read, who records keeps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -89,7 +89,7 @@ class Graph:
 def encode(kind: type, value: Any) -> int:
     """An argument in 8 bytes, as a runner reads it."""
     if kind is ctypes.c_float:
-        (bits,) = struct.unpack("<i", struct.pack("<f", value))
+        (bits,) = struct.unpack("=q", struct.pack("=f4x", value))
         return int(bits)
     return 0 if value is None else int(value)
 

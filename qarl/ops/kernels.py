@@ -13,6 +13,7 @@ from qarl.errors import RunError
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.reference import ReferenceKernels
+from qarl.quant.formats import INT4, INT8, INT12, IntegerFormat
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +57,21 @@ def _default() -> ReferenceKernels:
 def integers_are_exact(chosen: ReferenceKernels) -> bool:
     """Prove the integer GEMM on its worst case: the largest codes over long reductions, at several batch sizes."""
     return all(
-        _worst_case_is_exact(chosen, rows, k, dtype, largest)
+        _worst_case_is_exact(chosen, rows, k, activation, weight)
         for rows in (1, 2, 17, 64)
         for k in (64, 4096, 16384)
-        for dtype, largest in ((torch.int8, 127), (torch.int16, 2047))
+        for activation, weight in ((INT8, INT8), (INT8, INT4), (INT12, INT12))
     )
 
 
-def _worst_case_is_exact(chosen: ReferenceKernels, rows: int, k: int, dtype: torch.dtype, largest: int) -> bool:
-    codes = torch.full((rows, k), largest, dtype=dtype)
-    weight = codes.new_full((32, k), largest)
-    weight[1::2] = -largest
-    product = chosen.integer_matmul(codes, torch.ones(rows), chosen.pack_codes(weight), torch.ones(32), None, None)
-    expected = torch.tensor([largest * largest * k, -largest * largest * k]).float().repeat(16)
+def _worst_case_is_exact(
+    chosen: ReferenceKernels, rows: int, k: int, activation: IntegerFormat, weight: IntegerFormat
+) -> bool:
+    largest, heaviest = int(activation.largest), int(weight.largest)
+    codes = torch.full((rows, k), largest, dtype=activation.code_dtype)
+    weights = torch.full((32, k), heaviest, dtype=weight.code_dtype)
+    weights[1::2] = -heaviest
+    packed = chosen.pack_codes(weights, weight)
+    product = chosen.integer_matmul(codes, torch.ones(rows), packed, torch.ones(32), None, None)
+    expected = torch.tensor([largest * heaviest * k, -largest * heaviest * k]).float().repeat(16)
     return torch.equal(product, expected.expand(rows, 32))

@@ -80,6 +80,7 @@ class Projection:
 
     def rows_backward(self, operand: Operand, rows: Rows, grad_TN: Tensor) -> Tensor:
         """Gradient of the product with respect to its rows [T, K]; the masters' are added to their `.grad`."""
+        grad_TN = grad_TN.contiguous()
         weights = [gradient_of(linear.weight) for linear in self.linears]
         grads = grad_TN.split([len(weight) for weight in weights], 1)
         for linear, grad in zip(self.linears, grads, strict=True):
@@ -134,7 +135,6 @@ class _Project(torch.autograd.Function):
         x, gain, *saved = ctx.saved_tensors
         norm = Norm(gain, call.eps) if gain is not None else None
         rows = (saved[0], saved[1]) if saved else prepare_rows(call.operand, call.prologue, x, norm)
-        grad_TN = grad_TN.contiguous()
         grad_x, grad_gain = call.projection.rows_backward(call.operand, rows, grad_TN), None
         if norm is not None:
             grad_x, grad_gain = kernels().rms_norm_backward(grad_x, x, norm.gain, norm.eps)

@@ -190,6 +190,12 @@ def float_backward(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Seque
     return grad_TN @ operand.dense()
 
 
+def rounds_gradients(operand: Operand) -> bool:
+    """Whether its backward pass can multiply codes by a rounded gradient."""
+    is_bytes = isinstance(operand, IntegerOperand) and operand.codes.dtype == torch.int8
+    return is_bytes and isinstance(kernels(), CpuKernels)
+
+
 def quantize_weight(weight_NK: Tensor, scheme: Scheme, name: str) -> QTensor:
     """`quant.quantize`, through the fast kernel where the scheme is integer codes with one scale a row."""
     weight, fast = scheme.weight, kernels()

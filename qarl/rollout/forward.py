@@ -42,16 +42,16 @@ class Forward:
         self.graphs: dict[int, DecodeGraph] = {}
         self.allows_graphs = all(operand.is_kernels_alone for operand in decoder.operands())
 
-    def hidden(self, inputs: Inputs) -> Tensor:
-        """Hidden states [T, D] of these tokens, whose keys and values are stored by it."""
+    def hidden(self, inputs: Inputs, memory: Memory) -> Tensor:
+        """Hidden states [T, D] of these tokens, in `memory`; their keys and values are stored."""
         stores = Cache(self.cache.keys, self.cache.values, inputs.slots_T)
-        with results_in(self.memory):
-            return layers(self.decoder, self.decoder.embeddings(inputs.token_ids_T), inputs, stores, self.memory)
+        with results_in(memory):
+            return layers(self.decoder, self.decoder.embeddings(inputs.token_ids_T), inputs, stores, memory)
 
     def logits(self, inputs: Inputs) -> Tensor:
         """As `hidden`, of one token from each of B requests, and then their logits [B, V]."""
         if not self.uses_graphs():
-            return logits(self.decoder.head(), self.hidden(inputs))
+            return logits(self.decoder.head(), self.hidden(inputs, self.memory))
         return self._graph(inputs).logits(inputs)
 
     def timed_logits(self, inputs: Inputs) -> tuple[Tensor, list[int]]:
@@ -79,9 +79,7 @@ class DecodeGraph:
         self.inputs = room_for(batch, longest)
         self.stores = Cache(cache.keys, cache.values, self.inputs.slots_T)
         self.embeddings_BD = torch.empty(batch, decoder.config.hidden_size)
-        self.rotation = decoder.rotation(
-            longest
-        )  # whose tables the calls read; the decoder may come to need longer ones
+        self.rotation = decoder.rotation(longest)  # kept, for the calls read its tables
         self.recorded: tuple[Graph, Tensor] | None = None
 
     def logits(self, inputs: Inputs) -> Tensor:

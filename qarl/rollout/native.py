@@ -21,6 +21,7 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Metrics
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
+from qarl.ops.graph import Memory
 from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
@@ -74,10 +75,12 @@ class NativeEngine:
         self.version = -1
         self.decode = decode
         self.progress = progress
+        self.is_running = False
         self._last_occupancy = _Occupancy(1)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Serve this version; RunError when its tensors are not those that were published."""
+        """Serve this version; RunError when its tensors are not those that were published. Not during a rollout."""
+        assert not self.is_running, "a rollout's graphs hold the addresses of the weights they began with"
         verify(snapshot)
         operands = operands_of(self.decoder, snapshot)
         self.decoder.assign(unquantized(snapshot), requires_grad=False)
@@ -134,7 +137,11 @@ class NativeEngine:
         cache = self.cache_for(prompts, max(one.waiting for one in shared), sampling)
         longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
         run = Rollout(self, sampling, total, cache, longest, finished=total - len(requests))
-        run.all(requests, stop)
+        self.is_running = True
+        try:
+            run.all(requests, stop)
+        finally:
+            self.is_running = False
         assert cache.free_pages == cache.num_pages, "a rollout keeps pages"
         self._last_occupancy = run.occupancy
 
@@ -281,6 +288,7 @@ class Rollout:
         """Compute new prompts, then the tokens requests came with; several in one forward, a long run in chunks."""
         owners: list[SharedPrompt | Request] = [*dict.fromkeys(request.shared for request in admitted), *admitted]
         todo = deque(owner for owner in owners if owner.to_prefill())
+        memory = Memory()  # of its own: a prompt's rows are many, and not needed while tokens are decoded
         while todo:
             room = self.engine.config.prefill_tokens
             batch: list[Run] = []
@@ -290,10 +298,10 @@ class Rollout:
                 if len(tokens) <= room:
                     todo.popleft()
                 room -= len(tokens)
-            self._prefill_batch(batch)
+            self._prefill_batch(batch, memory)
 
-    def _prefill_batch(self, batch: Sequence[Run]) -> None:
-        hidden_TD = self.forward.hidden(self._inputs(batch))
+    def _prefill_batch(self, batch: Sequence[Run], memory: Memory) -> None:
+        hidden_TD = self.forward.hidden(self._inputs(batch), memory)
         for (owner, _), rows in zip(batch, hidden_TD.split([len(tokens) for _, tokens in batch]), strict=True):
             if isinstance(owner, SharedPrompt):
                 owner.hidden = rows[-1].clone()  # of a prompt in chunks, the last one's stands

@@ -6,12 +6,15 @@ import torch
 from qarl.bench import kernels as bench
 from qarl.bench.system import system_for
 from qarl.errors import ConfigurationError
+from qarl.ops.kernels import kernels
 from qarl.ops.operand import activation_grid
 from qarl.ops.reference import KVCodes
 from qarl.quant import scheme_named
 from qarl.quant.rules import HEAD_SCHEME
 from qarl.rollout.cache import KVFormat
 from qarl.rollout.native import NativeEngine
+
+pytestmark = pytest.mark.skipif(not kernels().exact_matmul, reason="what is timed are calls of the C kernels")
 
 INTEGER_STEP = [
     ("rms_norm_quantize", 4),

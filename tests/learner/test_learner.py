@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qarl.errors import RunError
+from qarl.errors import ConfigurationError, RunError
 from qarl.learner.batch import pack, shares_of
 from qarl.learner.learner import LocalLearner, codes_flipped, dither_seed, score
 from qarl.metrics import values
@@ -196,6 +196,14 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
     """Of all gradients together."""
     errors = sum(float((found[name] - exact[name]).double().square().sum()) for name in exact)
     return math.sqrt(errors / sum(float(exact[name].double().square().sum()) for name in exact))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "alignment"), [("none", "auto"), ("w4a16", "auto"), ("fp8", "auto"), ("w8a8-int8", "none")]
+)
+def test_gradients_of_8_bits_are_refused_where_they_would_be_ignored(small, scheme, alignment):
+    with pytest.raises(ConfigurationError, match=r"learner\.gradients = 'int8' has no effect here"):
+        small.learner(scheme, gradients="int8", alignment=alignment)
 
 
 def test_int8_gradients_are_those_of_fp32_in_the_mean_over_versions(small):

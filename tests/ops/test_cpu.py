@@ -252,6 +252,18 @@ def test_4_bit_weights_have_the_products_of_the_same_codes_in_bytes(each_level: 
         assert within(found[1], exact, 1e-2)
 
 
+@pytest.mark.parametrize("weight", [-8, -7, 7])
+@pytest.mark.parametrize("code", [-127, 127])
+def test_products_of_4_bit_weights_are_exact_at_their_largest_in_many_blocks_of_rows(
+    each_level: CpuKernels, code, weight
+):
+    rows, k, n = 500, 608, 20
+    codes, weights = torch.full((rows, k), code, dtype=torch.int8), torch.full((n, k), weight, dtype=torch.int8)
+    packed = each_level.pack_codes(weights, INT4)
+    found = each_level.integer_matmul(codes, torch.ones(rows), packed, torch.ones(n), None, None)
+    assert torch.equal(found, torch.full((rows, n), float(code * weight * k)))
+
+
 @pytest.mark.parametrize("grid", [INT16, INT8], ids=lambda grid: grid.name)
 @pytest.mark.parametrize("k", [1, 512, 513, 1024, 4100])
 def test_products_of_gradients_and_8_bit_codes_are_exact_at_their_largest(each_level: CpuKernels, k, grid):
@@ -265,7 +277,7 @@ def test_products_of_gradients_and_8_bit_codes_are_exact_at_their_largest(each_l
     right[:, 2] = torch.randint(-127, 128, (k,))
     exact = codes.double() @ right.double()
     sums = torch.zeros(7, 18)
-    each_level._gradient_matmul(codes, torch.ones(7), each_level._transposed(right), None, sums)
+    each_level._gradient_matmul(codes, torch.ones(7), each_level._transposed(right, grid), None, sums)
     assert torch.equal(sums, exact.float())
 
 
@@ -581,7 +593,7 @@ def test_integer_gradients_are_exact_at_their_longest_and_largest(each_level: Cp
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 65), (64, 64), (130, 200)])
 def test_the_transpose_of_codes_is_packed_as_those_codes_are(cpu: CpuKernels, k, n):
     codes = torch.randint(-127, 128, (k, n), dtype=torch.int8)
-    found, expected = cpu._transposed(codes), cpu.pack_codes(codes.t().contiguous())
+    found, expected = cpu._transposed(codes, INT8), cpu.pack_codes(codes.t().contiguous())
     assert found.packed is not None and expected.packed is not None
     assert torch.equal(found.packed, expected.packed)
     for packed in (found, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from qarl.ops.gradient import gradient_of
@@ -14,3 +15,8 @@ def test_a_gradient_starts_at_zero_and_is_added_to_in_place():
     first.add_(1.0)
     assert gradient_of(master) is master.grad
     assert torch.equal(gradient_of(master), torch.ones(3, 2))
+
+
+def test_a_frozen_master_takes_no_gradient() -> None:
+    with pytest.raises(AssertionError, match="frozen"):
+        gradient_of(torch.zeros(2))

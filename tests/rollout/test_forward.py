@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from qarl.bench.system import random_prompts, system_for
+from qarl.ops.kernels import kernels
 from qarl.records import Group, Sampling
 from qarl.rollout import native
 from qarl.rollout.cache import KVFormat
 from qarl.rollout.forward import Forward
 from qarl.rollout.native import NativeEngine
+
+pytestmark = pytest.mark.skipif(not kernels().exact_matmul, reason="graphs are of the C kernels")
 
 SCHEMES = ("none", "w8a8-int8", "w4a8-int8", "w4a16")
 
@@ -72,3 +75,19 @@ def tokens_of(groups: Sequence[Group]) -> list[list[int]]:
 
 def completions_of(groups: Sequence[Group]) -> list[torch.Tensor]:
     return [completion.engine_logprobs for group in groups for completion in group.completions]
+
+
+def test_weights_are_not_exchanged_while_a_rollout_runs() -> None:
+    system = system_for("tiny", "w8a8-int8", 3)
+    engine, snapshot = system.cast.engine, system.cast.learner.publish()
+    assert isinstance(engine, NativeEngine)
+    engine.load(snapshot)
+
+    def stop(finished: int, total: int) -> bool:
+        engine.load(snapshot)
+        return True
+
+    prompts = random_prompts(engine.decoder.vocab_size, 1, 4)
+    with pytest.raises(AssertionError, match="addresses of the weights"):
+        engine.generate(prompts, 1, Sampling(1.0, 4, ()), seed=(1,), stop=stop)
+    engine.load(snapshot)

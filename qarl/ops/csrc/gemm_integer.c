@@ -20,6 +20,15 @@
 #include "integer_nibbles.h"
 #endif
 
+// Whether 4-bit weights have a GEMM of their own where 8-bit codes are multiplied in pairs.
+int qarl_multiplies_nibbles(void) {
+#if defined(HAVE_NIBBLES)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // The best code path for 8-bit codes here: 2 AMX tiles, 1 VNNI dot products, 0 multiply-adds of pairs.
 int qarl_integer_level(void) {
 #if defined(HAVE_AMX)
@@ -116,7 +125,7 @@ void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t
         for (int64_t i = whole * 4; i < k; i++)
             for (int64_t c = 0; c < columns; c++) out[(i / 4 * COLUMNS + c) * 4 + i % 4] = codes[i * n + first + c];
     }
-    correct_columns(packed, n, k, corrections);
+    if (corrections) correct_columns(packed, n, k, corrections);
 }
 
 // `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. Column scales,
