@@ -11,7 +11,7 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -139,24 +139,27 @@ class RecordingKernels(KernelsInMemory):
 @contextmanager
 def results_in(memory: Memory) -> Iterator[None]:
     """Inside the block the C kernels, where they are used, leave their results in `memory`."""
-    chosen = kernels()
-    if not isinstance(chosen, CpuKernels) or not can_record():
-        yield
-        return
-    with using(KernelsInMemory(chosen, memory)):
+    plain = plain_kernels()
+    with nullcontext() if plain is None else using(KernelsInMemory(plain, memory)):
         yield
 
 
 @contextmanager
 def recording(memory: Memory) -> Iterator[Graph]:
     """Inside the block the C kernels leave their results in `memory`, and every call is noted in the graph."""
-    chosen = kernels()
-    assert isinstance(chosen, CpuKernels) and can_record()
-    recorder = RecordingKernels(chosen, memory)
+    plain = plain_kernels()
+    assert plain is not None, "nothing else can be recorded"
+    recorder = RecordingKernels(plain, memory)
     with using(recorder):
         yield recorder.graph
 
 
 def can_record() -> bool:
     """Whether the operations are plain calls of the C kernels, which a graph can make again."""
-    return type(kernels()) is CpuKernels
+    return plain_kernels() is not None
+
+
+def plain_kernels() -> CpuKernels | None:
+    """The C kernels, if they are in use as they are: neither the reference nor a stand-in."""
+    chosen = kernels()
+    return chosen if type(chosen) is CpuKernels else None
