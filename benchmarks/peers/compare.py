@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "qarl-none": ("qarl_native", "--scheme", "none"),
     "qarl-w8a8-int8": ("qarl_native", "--scheme", "w8a8-int8"),
+    "qarl-w8a8-int8-kv8": ("qarl_native", "--scheme", "w8a8-int8", "--kv-cache", "int8"),
     "qarl-w4a8-int8": ("qarl_native", "--scheme", "w4a8-int8"),
+    "qarl-w4a8-int8-kv8": ("qarl_native", "--scheme", "w4a8-int8", "--kv-cache", "int8"),
     "qarl-w4a16": ("qarl_native", "--scheme", "w4a16-g64"),
     "vllm-fp32": ("vllm_cpu", "--precision", "fp32", "--search-bind"),
     "vllm-int8": ("vllm_cpu", "--precision", "int8", "--search-bind"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qarl.ops.kernels import kernels
-from qarl.ops.reference import KVCodes, KVStore, Spans, rotate
+from qarl.ops.reference import KVCodes, KVStore, Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,15 +99,14 @@ class _SplitRotate(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         rotation: Rotation = ctx.rotation
         positions, q_gain, k_gain, qkv = ctx.saved_tensors
-        cosine, sine = rotation.cosines[positions][:, None], rotation.sines[positions][:, None]
-        # The inverse of a rotation is the rotation by the opposite angle.
-        dq, dk = rotate(dq, cosine, -sine), rotate(dk, cosine, -sine)
-        dq_gain = dk_gain = None
-        if qkv is not None:
-            counts = [rotation.heads, rotation.kv_heads, rotation.kv_heads]
-            q, k, _ = qkv.view(len(qkv), -1, rotation.dim).split(counts, 1)
-            dq, dq_gain = kernels().rms_norm_backward(dq, q, q_gain, rotation.eps)
-            dk, dk_gain = kernels().rms_norm_backward(dk, k, k_gain, rotation.eps)
+        tables = (rotation.cosines, rotation.sines)
+        grad = kernels().split_rotate_backward(*(x.contiguous() for x in (dq, dk, dv)), positions, *tables)
+        if qkv is None:
+            return grad, None, None, None, None
+        counts = [rotation.heads, rotation.kv_heads, rotation.kv_heads]
+        grads, x = (fused.view(len(qkv), -1, rotation.dim).split(counts, 1) for fused in (grad, qkv))
+        dq, dq_gain = kernels().rms_norm_backward(grads[0], x[0], q_gain, rotation.eps)
+        dk, dk_gain = kernels().rms_norm_backward(grads[1], x[1], k_gain, rotation.eps)
         return torch.cat([dq, dk, dv], 1).flatten(1), None, None, dq_gain, dk_gain
 
 

@@ -330,6 +330,23 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_attention_backward(*map(address, inputs), scale, *sizes)
         return dq, dk, dv
 
+    def split_rotate_backward(
+        self,
+        dq_THC: Tensor,
+        dk_TGC: Tensor,
+        dv_TGC: Tensor,
+        positions_T: Tensor,
+        cosines_PC: Tensor,
+        sines_PC: Tensor,
+    ) -> Tensor:
+        as_float(dq_THC, dk_TGC, dv_TGC, cosines_PC, sines_PC)
+        as_index(positions_T)
+        (rows, heads, dim), kv_heads = dq_THC.shape, dk_TGC.shape[1]
+        grad = torch.empty(rows, (heads + 2 * kv_heads) * dim)
+        inputs = (dq_THC, dk_TGC, dv_TGC, positions_T, cosines_PC, sines_PC)
+        self.library.qarl_split_rotate_backward(*map(address, inputs), rows, heads, kv_heads, dim, address(grad))
+        return grad
+
     def token_logprobs(self, logits_TV: Tensor, targets_T: Tensor, inverse_temperature: float) -> Scores:
         as_float(logits_TV)
         as_index(targets_T)
@@ -344,10 +361,19 @@ class CpuKernels(ReferenceKernels):
         )
         return scores
 
-    def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
-        as_float(logits_TV, shifts_T, sums_T)
-        inputs = map(address, (logits_TV, shifts_T, sums_T))
-        self.library.qarl_softmax(*inputs, inverse_temperature, *logits_TV.shape)
+    def logits_gradient_(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        scores: Scores,
+        grad_T: Tensor,
+        grad_entropy_T: Tensor | None,
+        inverse_temperature: float,
+    ) -> Tensor:
+        as_float(logits_TV, grad_T, grad_entropy_T)
+        as_index(targets_T)
+        inputs = (logits_TV, targets_T, scores.shifts, scores.sums, scores.entropies, grad_T, grad_entropy_T)
+        self.library.qarl_logits_gradient(*map(address, inputs), inverse_temperature, *logits_TV.shape)
         return logits_TV
 
     def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm, prepare_rows
 from qarl.ops.operand import COLUMNS, Operand
+from qarl.ops.reference import Scores
 
 LARGEST_BLOCK = 4096
 """Most tokens of the vocabulary that the backward pass treats at a time."""
@@ -70,39 +71,36 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, call: _Call, hidden: Tensor, targets: Tensor, gain: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         norm = Norm(gain, call.eps)
-        logprobs, shifts, sums, entropy = (hidden.new_zeros(len(hidden)) for _ in range(4))
+        found = Scores(*(hidden.new_empty(len(hidden)) for _ in range(4)))
         for first in range(0, len(hidden), call.chunk):
             at = slice(first, first + call.chunk)
             chunk_logits = call.operand.product(prepare_rows(call.operand, "norm", hidden[at], norm), None)
             scores = kernels().token_logprobs(chunk_logits, targets[at], call.inverse_temperature)
-            logprobs[at], shifts[at], sums[at], entropy[at] = (
-                scores.logprobs,
-                scores.shifts,
-                scores.sums,
-                scores.entropies,
-            )
+            for whole, part in zip(found, scores, strict=True):
+                whole[at] = part
         if not call.entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
+            ctx.mark_non_differentiable(found.entropies)
         ctx.call = call
-        ctx.save_for_backward(hidden, targets, gain, shifts, sums, entropy)
-        return logprobs, entropy
+        ctx.save_for_backward(hidden, targets, gain, *found)
+        return found.logprobs, found.entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        hidden, targets, gain, shifts, sums, entropy = ctx.saved_tensors
+        hidden, targets, gain, *saved = ctx.saved_tensors
+        scores = Scores(*saved)
         rows = prepare_rows(call.operand, "norm", hidden, Norm(gain, call.eps))
         rows_TD, grad_weight = call.operand.rows_as_float(rows), gradient_of(call.weight)
         grad_rows = torch.zeros_like(hidden)
+        grad_T, of_entropy = grad_T.contiguous(), grad_entropy_T.contiguous() if call.entropy_gradient else None
         served = call.operand.height
         width = vocabulary_block(len(hidden), served, call.chunk)
         for first in range(0, served, width):
             some = range(first, min(first + width, served))
             operand = call.operand.outputs(some)
             grads = operand.product(rows, None)
-            kernels().softmax_(grads, shifts, sums, call.inverse_temperature)
-            _to_grad_logits(grads, targets - first, grad_T, grad_entropy_T, entropy, call)
+            kernels().logits_gradient_(grads, targets - first, scores, grad_T, of_entropy, call.inverse_temperature)
             grad_rows.addmm_(grads, operand.dense(call.weight[first:]))
             grad_weight[first : some.stop].addmm_(grads.t(), rows_TD)
         grad_hidden, grad_gain = kernels().rms_norm_backward(grad_rows, hidden, gain, call.eps)
@@ -116,20 +114,3 @@ def vocabulary_block(rows: int, vocabulary: int, chunk: int) -> int:
     """
     fitting = min(chunk * vocabulary // max(rows, 1), LARGEST_BLOCK)
     return max(fitting // COLUMNS * COLUMNS, COLUMNS)
-
-
-def _to_grad_logits(
-    probabilities: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor, call: _Call
-) -> None:
-    """Turn a block of the softmax p, whose columns `targets` count from its first, into d(loss)/d(logits).
-
-    d logprob / d logit = (onehot - p) / temperature; d H / d logit = -p (log p + H) / temperature.
-    """
-    towards = -grad[:, None]
-    if call.entropy_gradient:
-        log_p = probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
-        towards = towards - grad_entropy[:, None] * (log_p + entropy[:, None])
-    grads = probabilities.mul_(towards)
-    (here,) = ((targets >= 0) & (targets < grads.shape[1])).nonzero(as_tuple=True)
-    grads[here, targets[here]] += grad[here]
-    grads.mul_(call.inverse_temperature)

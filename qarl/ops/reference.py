@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,8 +88,7 @@ class Rounding:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class Scores(NamedTuple):
     """Of each row of logits: the target's log-probability, the entropy, and the maximum and sum that made them."""
 
     logprobs: Tensor
@@ -272,6 +272,22 @@ class ReferenceKernels:
         self._put(values, slots_T, v)
         return rotate(q, cosine, sine)
 
+    def split_rotate_backward(
+        self,
+        dq_THC: Tensor,
+        dk_TGC: Tensor,
+        dv_TGC: Tensor,
+        positions_T: Tensor,
+        cosines_PC: Tensor,
+        sines_PC: Tensor,
+    ) -> Tensor:
+        """Gradient of the fused projection [T, (H + 2G) * C] from those of `split_rotate`'s results, without norms.
+
+        The inverse of a rotation is the rotation by the opposite angle.
+        """
+        cosine, sine = cosines_PC[positions_T][:, None], sines_PC[positions_T][:, None]
+        return torch.cat([rotate(dq_THC, cosine, -sine), rotate(dk_TGC, cosine, -sine), dv_TGC], 1).flatten(1)
+
     def _put(self, store: KVStore, slots_T: Tensor, x_TGC: Tensor) -> None:
         if isinstance(store, KVCodes):
             codes, scales = self.quantize_rows(x_TGC.flatten(0, 1))
@@ -328,10 +344,27 @@ class ReferenceKernels:
         logprobs = scaled.gather(-1, targets_T[:, None])[:, 0] - sums.log()
         return Scores(logprobs, shifts, sums, sums.log() - (scaled.exp() * scaled).sum(-1) / sums)
 
-    def softmax_(self, logits_TV: Tensor, shifts_T: Tensor, sums_T: Tensor, inverse_temperature: float) -> Tensor:
-        """Overwrite logits with their softmax, given `token_logprobs`' maxima and sums."""
-        logits_TV.sub_(shifts_T[:, None]).mul_(inverse_temperature).exp_().div_(sums_T[:, None])
-        return logits_TV
+    def logits_gradient_(
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        scores: Scores,
+        grad_T: Tensor,
+        grad_entropy_T: Tensor | None,
+        inverse_temperature: float,
+    ) -> Tensor:
+        """Overwrite a block of logits with d(loss) / d(logits), given the gradients of `token_logprobs`' results.
+
+        d logprob / d logit = (onehot - p) / temperature; d entropy / d logit = -p (log p + entropy) / temperature.
+        `targets_T` count from the block's first column and may lie outside of it.
+        """
+        log_p = (logits_TV - scores.shifts[:, None]) * inverse_temperature - scores.sums.log()[:, None]
+        grads = log_p.exp() * -grad_T[:, None]
+        if grad_entropy_T is not None:
+            grads -= log_p.exp() * (log_p + scores.entropies[:, None]) * grad_entropy_T[:, None]
+        (here,) = ((targets_T >= 0) & (targets_T < logits_TV.shape[1])).nonzero(as_tuple=True)
+        grads[here, targets_T[here]] += grad_T[here]
+        return logits_TV.copy_(grads.mul_(inverse_temperature))
 
     def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
         """One token a row, by inverting the cumulative distribution at `uniforms_T` in [0, 1), and its log-prob."""

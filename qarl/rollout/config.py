@@ -26,7 +26,7 @@ class NativeEngineConfig(Config):
     kv_bytes: int = Field(1 << 30, ge=1 << 16, description="Most bytes the key/value cache may take.")
     max_concurrency: int = Field(64, ge=1, description="Most completions decoded at a time.")
     prefill_tokens: int = Field(
-        2048, ge=1, description="Most tokens of prompts and resumed completions computed in one forward pass."
+        512, ge=1, description="Most tokens of prompts and resumed completions computed in one forward pass."
     )
 
 

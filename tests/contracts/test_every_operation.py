@@ -114,9 +114,15 @@ def token_logprobs(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     return scores.logprobs, scores.shifts, scores.sums, scores.entropies
 
 
-def softmax(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+def logits_gradient(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     scores = k.token_logprobs(LOGITS[rows], TARGETS[rows], 1 / 0.7)
-    return (k.softmax_(LOGITS[rows], scores.shifts, scores.sums, 1 / 0.7),)
+    grads = (X[rows, 0].contiguous(), X[rows, 1].contiguous())
+    return (k.logits_gradient_(LOGITS[rows], TARGETS[rows], scores, *grads, 1 / 0.7),)
+
+
+def split_rotate_backward(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    grads = (QUERIES[rows], KEYS[rows], VALUES[rows])
+    return (k.split_rotate_backward(*grads, rows * 6, ANGLES.cos(), ANGLES.sin()),)
 
 
 ROWWISE: dict[str, Operation] = {
@@ -136,9 +142,10 @@ ROWWISE: dict[str, Operation] = {
         k.matmul_int4(X4[rows], k.pack_int4(WEIGHT_NIBBLES, GROUP_SCALES), BIAS, RESIDUAL[rows]),
     ),
     "split_rotate": split_rotate,
+    "split_rotate_backward": split_rotate_backward,
     "attention": lambda k, rows: k.attention(QUERIES[rows], KEYS, VALUES, prefix_and_two_suffixes(rows), 0.3),
     "token_logprobs": token_logprobs,
-    "softmax_": softmax,
+    "logits_gradient_": logits_gradient,
     "sample": lambda k, rows: k.sample(LOGITS[rows], UNIFORMS[rows], 1 / 0.7),
 }
 NO_ROWS = {
@@ -305,7 +312,8 @@ SERVED_BY = {
 
 def test_every_operation_of_the_engine_is_tried():
     elsewhere = {
-        "softmax_": "the backward pass",
+        "logits_gradient_": "the backward pass",
+        "split_rotate_backward": "the backward pass",
         "rms_norm_backward": "the backward pass",
         "gated_backward": "the backward pass",
         "dequantize": "the end of an integer product, a part of its kernel",

@@ -157,8 +157,13 @@ def test_log_probabilities_and_entropies_by_hand():
     # Temperature 1 / 2 squares the weights: 1, 9, 16.
     squared = REFERENCE.token_logprobs(logits, torch.tensor([1]), 2.0)
     assert squared.logprobs.item() == pytest.approx(math.log(9 / 26))
-    softmax = REFERENCE.softmax_(logits.clone(), squared.shifts, squared.sums, 2.0)
-    torch.testing.assert_close(softmax, torch.tensor([[1 / 26, 9 / 26, 16 / 26]]))
+    # Of the log-probability (onehot - p) / temperature, of the entropy -p (log p + entropy) / temperature.
+    nothing, one = torch.zeros(1), torch.ones(1)
+    of_logprob = REFERENCE.logits_gradient_(logits.clone(), torch.tensor([1]), squared, one, None, 2.0)
+    torch.testing.assert_close(of_logprob, torch.tensor([[-2 / 26, 2 - 18 / 26, -32 / 26]]))
+    of_entropy = REFERENCE.logits_gradient_(logits.clone(), torch.tensor([1]), squared, nothing, one, 2.0)
+    p = torch.tensor([[1 / 26, 9 / 26, 16 / 26]])
+    torch.testing.assert_close(of_entropy, -2 * p * (p.log() - (p * p.log()).sum()))
 
 
 @pytest.mark.parametrize(
@@ -205,3 +210,40 @@ def test_gates_of_any_size_have_finite_gradients(each_kernels: ReferenceKernels)
     grad = each_kernels.gated_backward(torch.ones(1, 3), gate_up)
     # silu' is 0, 1 and 1/2 there; silu itself 0, 300 and 0.
     torch.testing.assert_close(grad, torch.tensor([[0.0, 2.0, 1.0, 0.0, 300.0, 0.0]]))
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 1000, 1025])
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_gradient_of_logits_is_autograds(each_kernels: ReferenceKernels, size, temperature, with_entropy):
+    logits, targets = torch.randn(11, size) * 4, torch.randint(size, (11,))
+    grad, grad_entropy = torch.randn(11), torch.randn(11) if with_entropy else torch.zeros(11)
+    (wide_logits,) = wide(logits)
+    log_p = (wide_logits / temperature).log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    results = (log_p.gather(1, targets[:, None])[:, 0], entropies)
+    (expected,) = torch.autograd.grad(results, wide_logits, (grad.double(), grad_entropy.double()))
+    scores = each_kernels.token_logprobs(logits, targets, 1 / temperature)
+    cut = size // 2  # in two blocks of the vocabulary, the target in one of them
+    for first, stop in ((0, cut), (cut, size)):
+        block, of_entropy = logits[:, first:stop].contiguous(), grad_entropy if with_entropy else None
+        found = each_kernels.logits_gradient_(block, targets - first, scores, grad, of_entropy, 1 / temperature)
+        torch.testing.assert_close(found.double(), expected[:, first:stop], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 2), (9, 3, 64), (4, 1, 10)])
+def test_split_rotate_backward_is_autograds(each_kernels: ReferenceKernels, heads, kv_heads, dim):
+    rows, angles = 130, torch.randn(200, dim // 2)
+    positions = torch.randint(200, (rows,))
+    (qkv,) = wide(torch.randn(rows, (heads + 2 * kv_heads) * dim))
+    q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    cosine, sine = angles.cos().double()[positions][:, None], angles.sin().double()[positions][:, None]
+    results = (*(torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1) for a, b in halves(q, k)), v)
+    grads = [torch.randn(rows, n, dim) for n in (heads, kv_heads, kv_heads)]
+    (expected,) = torch.autograd.grad(results, qkv, [grad.double() for grad in grads])
+    found = each_kernels.split_rotate_backward(*grads, positions, angles.cos(), angles.sin())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def halves(*tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]) for x in tensors]

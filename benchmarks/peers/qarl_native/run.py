@@ -9,7 +9,7 @@ from benchmarks.peers.protocol import System, main
 
 
 class Native:
-    def __init__(self, scheme: str, max_batch: int) -> None:
+    def __init__(self, scheme: str, kv_cache: str, max_batch: int) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the `qarl` command does, before torch is imported
         import qarl
         from qarl.build import build
@@ -23,10 +23,15 @@ class Native:
             "prompts": {"type": "arithmetic"},
             "rewards": [{"type": "answer"}],
             "advantage": {"type": "none"},
-            "engine": {"type": "native", "max_concurrency": max_batch, "kv_bytes": 4 << 30},
+            "engine": {
+                "type": "native",
+                "kv_cache": kv_cache,
+                "max_concurrency": max_batch,
+                "kv_bytes": 4 << 30,
+            },
         }
         cast = build(parse_recipe(recipe, "command line")).cast
-        self.name = f"qarl {qarl.__version__}, {scheme}"
+        self.name = f"qarl {qarl.__version__}, {scheme}, {kv_cache} cache"
         self.engine = cast.engine
         self.engine.load(cast.learner.publish())
 
@@ -41,11 +46,12 @@ class Native:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheme", default="w8a8-int8", help="as in `qarl bench rollout`")
+    parser.add_argument("--kv-cache", default="fp32", choices=["fp32", "int8"], help="as in `qarl bench rollout`")
     parser.add_argument("--max-batch", type=int, default=256, help="most completions at once")
 
 
 def load(options: argparse.Namespace) -> System:
-    return Native(options.scheme, options.max_batch)
+    return Native(options.scheme, options.kv_cache, options.max_batch)
 
 
 if __name__ == "__main__":

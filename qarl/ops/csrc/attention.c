@@ -73,6 +73,26 @@ void qarl_split_rotate(const float *qkv, const int64_t *positions, const int64_t
     }
 }
 
+// The gradient of qkv from those of rotated queries and keys and of values: turned back by the opposite angle.
+void qarl_split_rotate_backward(const float *dq, const float *dk, const float *dv, const int64_t *positions,
+                                const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t kv_heads,
+                                int64_t d, float *grad) {
+    int64_t half = d / 2;
+#pragma omp parallel for schedule(static) if (rows * heads * d > 16384)
+    for (int64_t t = 0; t < rows; t++) {
+        const float *cosine = cosines + positions[t] * half, *sine = sines + positions[t] * half;
+        float *out = grad + t * (heads + 2 * kv_heads) * d;
+        for (int64_t h = 0; h < heads + kv_heads; h++) {
+            const float *x = h < heads ? dq + (t * heads + h) * d : dk + (t * kv_heads + h - heads) * d;
+            for (int64_t i = 0; i < half; i++) {
+                out[h * d + i] = x[i] * cosine[i] + x[i + half] * sine[i];
+                out[h * d + i + half] = x[i + half] * cosine[i] - x[i] * sine[i];
+            }
+        }
+        memcpy(out + (heads + kv_heads) * d, dv + t * kv_heads * d, kv_heads * d * sizeof(float));
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- attention
 
 // Where one query's visible keys are: row numbers in position order, padded to whole vectors by repeating the last.
@@ -86,51 +106,12 @@ static int64_t gather_rows(const int64_t *pointers, const int64_t *starts, const
     return padded;
 }
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
-
 ALWAYS_INLINE vf load_kv(const kv_store *store, int64_t at, int64_t d, int64_t c) {  // lanes c .. c + LANES of one head
     if (store->values) return load_up_to(store->values + at * d + c, d - c);
     vb codes = {0};
     memcpy(&codes, store->codes + at * d + c, d - c < LANES ? d - c : LANES);
     return as_floats(codes) * splat(store->scales[at]);
 }
-
-// Sums of the lanes of LANES vectors, as the lanes of one: a tree of pairwise merges, the same for every query.
-#if LANES == 16
-ALWAYS_INLINE vf sum_each(const vf x[LANES]) {
-    vf a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++)
-        a[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        c[i] = __builtin_shufflevector(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return __builtin_shufflevector(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-#elif LANES == 8
-ALWAYS_INLINE vf sum_each(const vf x[LANES]) {
-    vf a[4], b[2];
-    for (int i = 0; i < 4; i++)
-        a[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
-               __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    for (int i = 0; i < 2; i++)
-        b[i] = __builtin_shufflevector(a[i], a[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(a[i], a[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    return __builtin_shufflevector(b[0], b[1], 0, 8, 2, 10, 4, 12, 6, 14) +
-           __builtin_shufflevector(b[0], b[1], 1, 9, 3, 11, 5, 13, 7, 15);
-}
-#else
-ALWAYS_INLINE vf sum_each(const vf x[LANES]) {
-    vf a[2];
-    for (int i = 0; i < 2; i++)
-        a[i] = __builtin_shufflevector(x[i], x[i + 2], 0, 1, 4, 5) + __builtin_shufflevector(x[i], x[i + 2], 2, 3, 6, 7);
-    return __builtin_shufflevector(a[0], a[1], 0, 4, 2, 6) + __builtin_shufflevector(a[0], a[1], 1, 5, 3, 7);
-}
-#endif
 
 // Softmax over scores in place, not yet divided; returns the sum and sets the maximum.
 static float exponentiate(float *scores, int64_t padded, float *maximum) {
@@ -146,6 +127,16 @@ static float exponentiate(float *scores, int64_t padded, float *maximum) {
     return sum_lanes(sum);
 }
 
+#define KEYS_AHEAD 16  // how far ahead vectors are asked for: they lie where the processor does not expect them
+
+ALWAYS_INLINE void ask_for(const kv_store *store, const int64_t *rows, int64_t j, int64_t padded, int64_t g, int64_t d) {
+    if (j >= padded) return;
+    int64_t at = place(store, rows[j], g);
+    const char *p = store->values ? (const char *)(store->values + at * d) : (const char *)(store->codes + at * d);
+    int64_t bytes = store->values ? 4 * d : d;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+}
+
 #define MOST_HEADS 4  // query heads of one kv head that are computed together
 
 // Scores of `heads` queries [heads, d] against the keys of one kv head; lanes past `visible` are -inf.
@@ -156,6 +147,7 @@ ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t
         vf partial[MOST_HEADS][LANES];
         for (int64_t jj = 0; jj < LANES; jj++) {
             int64_t at = place(keys, rows[first + jj], g);
+            ask_for(keys, rows, first + jj + KEYS_AHEAD, padded, g, d);
             for (int64_t w = 0; w < chunks; w++) {
                 vf key = load_kv(keys, at, d, w * LANES);
                 for (int64_t h = 0; h < heads; h++) {
@@ -187,6 +179,7 @@ ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store
             for (int64_t w = 0; w < count; w++) acc[h][w] = splat(0);
         for (int64_t j = 0; j < visible; j++) {
             int64_t at = place(values, rows[j], g);
+            ask_for(values, rows, j + KEYS_AHEAD, padded, g, d);
             for (int64_t w = 0; w < count; w++) {
                 vf value = load_kv(values, at, d, (first + w) * LANES);
                 for (int64_t h = 0; h < heads; h++) acc[h][w] = fused(splat(weights[h * padded + j]), value, acc[h][w]);

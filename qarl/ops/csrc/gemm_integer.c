@@ -42,20 +42,25 @@ int qarl_integer_level(void) {
 #endif
 }
 
-// Codes [n, k] of `size` bytes to packed panels.
-static void pack_panels(const void *codes, int64_t n, int64_t k, int64_t size, void *packed) {
-    int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+static inline int64_t panel_size(int64_t k) { return round_up(k, K_MULTIPLE) * COLUMNS; }  // in codes
+
+// A panel of up to 16 rows of codes [rows, k] of `size` bytes.
+static void pack_panel(const char *codes, int64_t rows, int64_t k, int64_t size, char *out) {
     int64_t group = 4 * size;
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; p++) {
-        char *out = (char *)packed + p * groups * COLUMNS * group;
-        memset(out, 0, groups * COLUMNS * group);
-        for (int64_t c = 0; c < at_most(COLUMNS, n - p * COLUMNS); c++) {
-            const char *row = (const char *)codes + (p * COLUMNS + c) * k * size;
-            for (int64_t g = 0; g < k / 4; g++) memcpy(out + (g * COLUMNS + c) * group, row + g * group, group);
-            memcpy(out + (k / 4 * COLUMNS + c) * group, row + k / 4 * group, k % 4 * size);
-        }
+    memset(out, 0, panel_size(k) * size);
+    for (int64_t c = 0; c < at_most(COLUMNS, rows); c++) {
+        const char *row = codes + c * k * size;
+        for (int64_t g = 0; g < k / 4; g++) memcpy(out + (g * COLUMNS + c) * group, row + g * group, group);
+        memcpy(out + (k / 4 * COLUMNS + c) * group, row + k / 4 * group, k % 4 * size);
     }
+}
+
+static void pack_panels(const void *codes, int64_t n, int64_t k, int64_t size, void *packed) {
+    int64_t panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; p++)
+        pack_panel((const char *)codes + p * COLUMNS * k * size, n - p * COLUMNS, k, size,
+                   (char *)packed + p * panel_size(k) * size);
 }
 
 // -128 * (sum of a column of packed panels), [padded n], which undoes the offset that makes the left operand of VNNI
@@ -92,21 +97,26 @@ void qarl_pack_nibbles(const int8_t *codes, int64_t n, int64_t k, uint8_t *packe
     free(bytes);
 }
 
-// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes, which alternate every BLOCK_PANELS
-// panels; either way two bytes a code.
+// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes in turn; either way two bytes a code.
 void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void *packed) {
     if (level != 2) {
         pack_panels(codes, n, k, 2, packed);
         return;
     }
-    int8_t *planes = malloc(2 * n * k), *out = packed;
-    split_planes(codes, n * k, planes, planes + n * k);
-    int64_t block = COLUMNS * BLOCK_PANELS, size = block * round_up(k, K_MULTIPLE);
-    for (int64_t first = 0; first < n; first += block, out += 2 * size) {
-        pack_panels(planes + first * k, at_most(block, n - first), k, 1, out);
-        pack_panels(planes + (n + first) * k, at_most(block, n - first), k, 1, out + size);
+    int64_t panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
+#pragma omp parallel
+    {
+        int8_t *planes = malloc(2 * COLUMNS * k), *low = planes + COLUMNS * k;
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < panels; p++) {
+            int64_t rows = at_most(COLUMNS, n - p * COLUMNS);  // none or fewer in panels of padding
+            char *out = (char *)packed + 2 * p * panel_size(k);
+            split_planes(codes + p * COLUMNS * k, rows * k, planes, low);
+            pack_panel((const char *)planes, rows, k, 1, out);
+            pack_panel((const char *)low, rows, k, 1, out + panel_size(k));
+        }
+        free(planes);
     }
-    free(planes);
 }
 
 // The transpose of int8 codes [k, n] packed in the same way: columns of `codes` become outputs.
@@ -165,7 +175,7 @@ void qarl_int12_matmul(int level, const int16_t *codes, const float *row_scales,
     (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {
-        amx_int16(codes, packed, rows, k, &e);
+        amx_wide(PLANES, codes, packed, rows, k, &e);
         return;
     }
 #endif
@@ -181,7 +191,7 @@ void qarl_mixed_matmul(int level, const int16_t *codes, const float *row_scales,
     (void)level;
 #if defined(HAVE_AMX)
     if (level == 2) {
-        amx_mixed(codes, packed, rows, k, &e);
+        amx_wide(MIXED, codes, packed, rows, k, &e);
         return;
     }
 #endif

@@ -4,6 +4,8 @@
 
 #define BLOCK 1024  // logits whose sum is kept for sampling
 
+#define LOWEST -200.0f  // where exp is 0 already
+
 #define WAYS 4  // sums that grow side by side
 
 static inline vf load_logits(const float *logits, int64_t left) {
@@ -18,7 +20,7 @@ typedef struct {  // of one row: e = exp(z), z = (logit - peak) * inverse_temper
 // `blocks` may be NULL.
 static exp_sums sums_of(const float *logits, int64_t n, float peak, float inverse_temperature, double *blocks) {
     exp_sums total = {0, 0};
-    vf top = splat(peak), factor = splat(inverse_temperature), lowest = splat(-200.0f);  // where e is 0 already
+    vf top = splat(peak), factor = splat(inverse_temperature), lowest = splat(LOWEST);
     for (int64_t first = 0; first < n; first += BLOCK) {
         int64_t width = n - first < BLOCK ? n - first : BLOCK;
         vf sum[WAYS], weighted[WAYS];
@@ -66,16 +68,26 @@ void qarl_token_logprobs(const float *logits, const int64_t *targets, float inve
     }
 }
 
-// Softmax of rows in place, from the shift and sum above: the backward pass's probabilities.
-void qarl_softmax(float *logits, const float *shifts, const float *sums, float inverse_temperature, int64_t rows,
-                  int64_t n) {
+// The gradient of the loss with respect to a block of logits [rows, n], in place, from the shifts, sums and entropies
+// above. Row t has p = softmax; its log-probability's gradient `grads[t]` gives (onehot - p) / temperature, and, unless
+// they are NULL, its entropy's `entropy_grads[t]` gives -p (log p + entropy) / temperature. `targets` count from the
+// block's first column and may lie outside.
+void qarl_logits_gradient(float *logits, const int64_t *targets, const float *shifts, const float *sums,
+                          const float *entropies, const float *grads, const float *entropy_grads,
+                          float inverse_temperature, int64_t rows, int64_t n) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < rows; t++) {
-        float *row = logits + t * n;
-        vf top = splat(shifts[t]), factor = splat(inverse_temperature), inverse = splat(1.0f / sums[t]);
-        int64_t i = 0;
-        for (; i + LANES <= n; i += LANES) store(row + i, vexp((load(row + i) - top) * factor) * inverse);
-        if (i < n) store_part(row + i, n - i, vexp((load_part(row + i, n - i, -INFINITY) - top) * factor) * inverse);
+        float *row = logits + t * n, scale = inverse_temperature / sums[t];
+        float of_entropy = entropy_grads ? entropy_grads[t] : 0.0f;
+        float constant = grads[t] + of_entropy * (entropies[t] - logf(sums[t]));
+        vf top = splat(shifts[t]), factor = splat(inverse_temperature), minus_scale = splat(-scale);
+        vf lowest = splat(LOWEST);
+        for (int64_t i = 0; i < n; i += LANES) {
+            vf z = vmax(lowest, (load_up_to(row + i, n - i) - top) * factor);
+            vf towards = entropy_grads ? fused(splat(of_entropy), z, splat(constant)) : splat(constant);
+            store_up_to(row + i, n - i, vexp(z) * minus_scale * towards);
+        }
+        if (targets[t] >= 0 && targets[t] < n) row[targets[t]] += grads[t] * inverse_temperature;
     }
 }
 

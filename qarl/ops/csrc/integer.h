@@ -7,18 +7,12 @@
 // Weights are packed once per published version as panels of 16 columns by groups of 4 along k, the layout that AMX
 // tiles, VNNI dot products and pairwise multiply-adds all want: [panels][k / 4][16 columns][4]. k is padded with zeros
 // to 64 and the panels to a multiple of 4. 12-bit codes are shorts in the same
-// order or, for AMX, two int8 planes with code = 256 high + low: four panels of one, then four of the other. So four
+// order or, for AMX, two int8 planes with code = 256 high + low: a panel of one, then one of the other. So any four
 // panels can be multiplied alone in every layout.
 
 #pragma once
 
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "lanes.h"
 
 #define COLUMNS 16      // of one panel
 #define BLOCK_PANELS 4  // panels are padded to a multiple of this
@@ -36,10 +30,15 @@ typedef struct {  // packed 8-bit codes; or 4-bit ones, in nibbles: of each grou
     const uint8_t *nibbles;
 } packed_codes;
 
+static inline const void *packed_panel(const packed_codes *w, int64_t panel, int64_t width) {
+    int64_t at = panel * width * COLUMNS;
+    return w->bytes ? (const void *)(w->bytes + at) : w->nibbles + at / 2;
+}
+
 // `count` panels from `panel` on as bytes: where they lie, or expanded into `room`, which then stays in the cache.
 static inline const int8_t *panels_of(const packed_codes *w, int64_t panel, int64_t count, int64_t width, int8_t *room) {
-    if (w->bytes) return w->bytes + panel * width * COLUMNS;
-    const uint8_t *in = w->nibbles + panel * width * COLUMNS / 2;
+    const uint8_t *in = packed_panel(w, panel, width);
+    if (w->bytes) return (const int8_t *)in;
     for (int64_t i = 0; i < count * width / 4; i++)
         for (int64_t j = 0; j < 2 * COLUMNS; j++) {
             room[i * 4 * COLUMNS + j] = (int8_t)((in[i * 2 * COLUMNS + j] & 15) - 8);
@@ -58,15 +57,19 @@ typedef struct {  // everything an epilogue needs to finish rows of y
     int64_t n;
 } epilogue;
 
+// LANES columns of a row of y from `column` on, or those that are left.
+ALWAYS_INLINE void finish_values(const epilogue *e, int64_t row, int64_t column, int64_t left, vf sums) {
+    int64_t at = row * e->n + column;
+    vf factor = splat(e->row_scales[row]);
+    if (e->column_scales) factor = factor * load_up_to(e->column_scales + column, left);
+    vf value = sums * factor;
+    if (e->bias) value = value + load_up_to(e->bias + column, left);
+    if (e->residual) value = value + load_up_to(e->residual + at, left);
+    store_up_to(e->y + at, left, value);
+}
+
 static inline void finish_row(const epilogue *e, int64_t row, int64_t first, int64_t columns, const float *sums) {
-    float row_scale = e->row_scales[row], *out = e->y + row * e->n + first;
-    const float *rest = e->residual ? e->residual + row * e->n + first : NULL;
-    for (int64_t j = 0; j < columns; j++) {
-        float value = sums[j] * (e->column_scales ? row_scale * e->column_scales[first + j] : row_scale);
-        if (e->bias) value = value + e->bias[first + j];
-        if (rest) value = value + rest[j];
-        out[j] = value;
-    }
+    for (int64_t j = 0; j < columns; j += LANES) finish_values(e, row, first + j, columns - j, load(sums + j));
 }
 
 static inline void finish_int8(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *sums) {
@@ -75,24 +78,9 @@ static inline void finish_int8(const epilogue *e, int64_t row, int64_t first, in
     finish_row(e, row, first, columns, values);
 }
 
-static inline void finish_int16(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *high,
-                                const int32_t *middle, const int32_t *low) {
-    float values[BLOCK_PANELS * COLUMNS];
-    for (int64_t j = 0; j < columns; j++)
-        values[j] = (float)((int64_t)high[j] * 65536 + (int64_t)middle[j] * 256 + low[j]);
-    finish_row(e, row, first, columns, values);
-}
-
 static inline void finish_wide(const epilogue *e, int64_t row, int64_t first, int64_t columns, const double *sums) {
     float values[COLUMNS];
     for (int64_t j = 0; j < columns; j++) values[j] = (float)sums[j];
-    finish_row(e, row, first, columns, values);
-}
-
-static inline void finish_mixed(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *high,
-                                const int32_t *low) {
-    float values[BLOCK_PANELS * COLUMNS];
-    for (int64_t j = 0; j < columns; j++) values[j] = (float)((int64_t)high[j] * 256 + low[j]);
     finish_row(e, row, first, columns, values);
 }
 
@@ -110,11 +98,10 @@ static inline int8_t *padded_rows(const int8_t *codes, int64_t rows, int64_t k, 
     return copy;
 }
 
-// Split 16-bit codes in [-32512, 32512] into planes in [-127, 127] and [-128, 127].
-static void split_planes(const int16_t *codes, int64_t count, int8_t *high, int8_t *low) {
-#pragma omp parallel for schedule(static) if (count > 65536)
+// The high and the low byte of 16-bit codes in [-32512, 32512], code = 256 high + low, both of them signed.
+static inline void split_planes(const int16_t *codes, int64_t count, int8_t *high, int8_t *low) {
     for (int64_t i = 0; i < count; i++) {
-        high[i] = (int8_t)((codes[i] + 128) >> 8);
+        high[i] = (int8_t)((int16_t)(codes[i] + 128) >> 8);
         low[i] = (int8_t)codes[i];
     }
 }

@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -27,6 +27,8 @@
 #else  // SSE, NEON
 #define LANES 4
 #endif
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -107,6 +109,68 @@ static inline float max_lanes(vf x) {
     float best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
+}
+
+// Blocks of `d` lanes (a power of two below LANES, constant) of a and b in turn: the first and third, or the others.
+#if LANES == 16
+#define FIRST_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define OTHER_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define FIRST_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define OTHER_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define FIRST_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define OTHER_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define FIRST_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define OTHER_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#elif LANES == 8
+#define FIRST_4 0, 1, 2, 3, 8, 9, 10, 11
+#define OTHER_4 4, 5, 6, 7, 12, 13, 14, 15
+#define FIRST_2 0, 1, 8, 9, 4, 5, 12, 13
+#define OTHER_2 2, 3, 10, 11, 6, 7, 14, 15
+#define FIRST_1 0, 8, 2, 10, 4, 12, 6, 14
+#define OTHER_1 1, 9, 3, 11, 5, 13, 7, 15
+#else
+#define FIRST_2 0, 1, 4, 5
+#define OTHER_2 2, 3, 6, 7
+#define FIRST_1 0, 4, 2, 6
+#define OTHER_1 1, 5, 3, 7
+#endif
+
+typedef struct {
+    vf first, other;
+} vf_pair;
+
+ALWAYS_INLINE vf_pair shuffled(vf a, vf b, int d) {
+#if LANES > 8
+    if (d == 8) return (vf_pair){__builtin_shufflevector(a, b, FIRST_8), __builtin_shufflevector(a, b, OTHER_8)};
+#endif
+#if LANES > 4
+    if (d == 4) return (vf_pair){__builtin_shufflevector(a, b, FIRST_4), __builtin_shufflevector(a, b, OTHER_4)};
+#endif
+    if (d == 2) return (vf_pair){__builtin_shufflevector(a, b, FIRST_2), __builtin_shufflevector(a, b, OTHER_2)};
+    return (vf_pair){__builtin_shufflevector(a, b, FIRST_1), __builtin_shufflevector(a, b, OTHER_1)};
+}
+
+// Sums of the lanes of LANES vectors, as the lanes of one: a tree of pairwise merges, always the same.
+ALWAYS_INLINE vf sum_each(const vf x[LANES]) {
+    vf sums[LANES];
+    for (int i = 0; i < LANES; i++) sums[i] = x[i];
+    _Pragma("GCC unroll 4") for (int d = LANES / 2; d > 0; d /= 2)
+        _Pragma("GCC unroll 8") for (int i = 0; i < d; i++) {
+            vf_pair both = shuffled(sums[i], sums[i + d], d);
+            sums[i] = both.first + both.other;
+        }
+    return sums[0];
+}
+
+// Row i of a square block becomes column i.
+ALWAYS_INLINE void transpose(vf x[LANES]) {
+    _Pragma("GCC unroll 4") for (int d = LANES / 2; d > 0; d /= 2)
+        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++)
+            if (!(i & d)) {
+                vf_pair both = shuffled(x[i], x[i + d], d);
+                x[i] = both.first;
+                x[i + d] = both.other;
+            }
 }
 
 // The nearest integers, halves to even.

@@ -47,7 +47,8 @@ static float row_scale(const float *x, int64_t n, float limit, float *factor) {
 
 static float quantize_row_wide(const float *x, int64_t n, float limit, int16_t *codes) {
     float factor, scale = row_scale(x, n, limit, &factor);
-    for (int64_t i = 0; i < n; i++) codes[i] = factor == 0.0f ? 0 : (int16_t)__builtin_rintf(x[i] * factor);
+    if (factor == 0.0f) memset(codes, 0, n * sizeof(int16_t));
+    for (int64_t i = 0; factor != 0.0f && i < n; i++) codes[i] = (int16_t)__builtin_rintf(x[i] * factor);
     return scale;
 }
 
@@ -105,23 +106,37 @@ void qarl_quantize_scaled_rows(const float *x, const float *factors, float limit
     }
 }
 
-#define COLUMN_BLOCK 64
+#define COLUMN_BLOCK 64  // columns at a time: the whole of a few cache lines of every row
+
+// x[t, c] * factor[t] of `width` columns, a column after another, `stride` numbers apart.
+static void scaled_columns(const float *x, const float *factors, int64_t rows, int64_t n, int64_t width, int64_t stride,
+                           float *columns) {
+    for (int64_t t = 0; t < rows; t += LANES)
+        for (int64_t c = 0; c < width; c += LANES) {
+            int64_t height = rows - t < LANES ? rows - t : LANES;
+            vf block[LANES];
+            for (int64_t i = 0; i < LANES; i++)
+                block[i] = i < height ? load_up_to(x + (t + i) * n + c, width - c) * splat(factors[t + i]) : splat(0);
+            transpose(block);
+            for (int64_t i = 0; i < LANES; i++) store(columns + (c + i) * stride + t, block[i]);
+        }
+}
 
 // Codes of x[t, c] * factor[t] with one scale a column, transposed to [n, rows].
 void qarl_quantize_scaled_columns(const float *x, const float *factors, float limit, int bytes, int64_t seed,
                                   int64_t rows, int64_t n, void *codes, float *scales) {
+    int64_t stride = ((rows / LANES + 1) | 1) * LANES;  // an odd number of vectors: columns share no cache set
 #pragma omp parallel
     {
-        float *column = malloc(COLUMN_BLOCK * rows * sizeof(float));
+        float *columns = aligned_alloc(64, COLUMN_BLOCK * stride * sizeof(float));
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < n; first += COLUMN_BLOCK) {
             int64_t width = n - first < COLUMN_BLOCK ? n - first : COLUMN_BLOCK;
-            for (int64_t t = 0; t < rows; t++)
-                for (int64_t c = 0; c < width; c++) column[c * rows + t] = x[t * n + first + c] * factors[t];
-            for (int64_t c = first; c < first + width; c++)
-                scales[c] = quantize_gradient(column + (c - first) * rows, rows, limit, bytes, seed, c, codes);
+            scaled_columns(x + first, factors, rows, n, width, stride, columns);
+            for (int64_t c = 0; c < width; c++)
+                scales[first + c] = quantize_gradient(columns + c * stride, rows, limit, bytes, seed, first + c, codes);
         }
-        free(column);
+        free(columns);
     }
 }
 
