@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, validators
 from qarl import __version__
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
+from qarl.process import prepare
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -227,18 +228,8 @@ def doctor(*, as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    _share_cores()
+    prepare()
     sys.exit(run_command(sys.argv[1:]))
-
-
-def _share_cores() -> None:
-    """Let idle OpenMP threads sleep after about half a millisecond, before anything loads OpenMP.
-
-    By default they spin for milliseconds, which on a machine with other work makes every parallel region wait for the
-    scheduler: tens of times slower. An environment that says how to wait is left alone.
-    """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -61,7 +61,8 @@ MAY_IMPORT = {
         "align": GROUND + " " + ROOMS + " " + RUN,
         "bench": GROUND + " " + ROOMS + " " + RUN,
         "doctor": GROUND + " ops quant",
-        "cli": GROUND + " align assess bench doctor tracking " + RUN,
+        "process": "",
+        "cli": GROUND + " align assess bench doctor process tracking " + RUN,
         "__main__": "cli",
     }.items()
 }

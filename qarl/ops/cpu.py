@@ -383,6 +383,12 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_sample(*inputs, inverse_temperature, *logits_TV.shape, address(tokens), address(logprobs))
         return tokens, logprobs
 
+    def chunk_sums(self, words_CW: Tensor, multipliers_W: Tensor) -> Tensor:
+        as_index(words_CW, multipliers_W)
+        sums = torch.empty(2, len(words_CW), dtype=torch.int64)
+        self.library.qarl_chunk_sums(address(words_CW), address(multipliers_W), *words_CW.shape, address(sums))
+        return sums
+
 
 def store_addresses(store: KVStore) -> tuple[int | None, int | None, int | None]:
     """fp32 values, codes, scales: what the store lacks is NULL."""

@@ -376,6 +376,17 @@ class ReferenceKernels:
         tokens = torch.minimum(tokens, last_possible)
         return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature).logprobs
 
+    def chunk_sums(self, words_CW: Tensor, multipliers_W: Tensor) -> Tensor:
+        """Of each chunk of 64-bit words the sums, modulo 2^64, of word * multiplier and of its upper half * multiplier.
+
+        int64 in and out, [2, C].
+        """
+        sums = torch.empty(2, len(words_CW), dtype=torch.int64)
+        for chunk, words in enumerate(words_CW):  # one by one: the products take as much memory as their words
+            sums[0, chunk] = (words * multipliers_W).sum()
+            sums[1, chunk] = ((words >> 32 & 0xFFFFFFFF) * multipliers_W).sum()
+        return sums
+
 
 def blocks(some: range, size: int) -> slice:
     """Which blocks of `size` hold these rows; the first row is a block's first."""

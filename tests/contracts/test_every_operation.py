@@ -149,6 +149,7 @@ ROWWISE: dict[str, Operation] = {
     "sample": lambda k, rows: k.sample(LOGITS[rows], UNIFORMS[rows], 1 / 0.7),
 }
 NO_ROWS = {
+    "chunk_sums": "whole numbers, of weights",
     "pack": "lays out a weight",
     "pack_codes": "lays out a weight",
     "pack_int4": "lays out a weight",

@@ -166,6 +166,19 @@ def test_log_probabilities_and_entropies_by_hand():
     torch.testing.assert_close(of_entropy, -2 * p * (p.log() - (p * p.log()).sum()))
 
 
+def test_sums_of_chunks_are_those_of_whole_numbers_without_a_sign(each_kernels: ReferenceKernels):
+    generator = torch.Generator().manual_seed(0)
+    words, multipliers = (torch.randint(-(2**63), 2**63 - 1, shape, generator=generator) for shape in ((3, 50), (50,)))
+    rows = [[word % 2**64 for word in row] for row in words.tolist()]
+    factors = [factor % 2**64 for factor in multipliers.tolist()]
+    expected = [
+        [sum((word >> shift) * factor for word, factor in zip(row, factors, strict=True)) % 2**64 for row in rows]
+        for shift in (0, 32)
+    ]
+    found = each_kernels.chunk_sums(words, multipliers).tolist()
+    assert [[total % 2**64 for total in sums] for sums in found] == expected
+
+
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 2), (0.74, 2), (0.76, 4), (1 - 2.0**-24, 4)]
 )

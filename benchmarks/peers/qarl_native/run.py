@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from benchmarks.peers.protocol import System, main
 
 
 class Native:
     def __init__(self, scheme: str, kv_cache: str, max_batch: int) -> None:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the `qarl` command does, before torch is imported
         import qarl
+        from qarl.process import prepare
+
+        prepare()  # as the `qarl` command does, before torch is imported
         from qarl.build import build
         from qarl.recipe import parse_recipe
 

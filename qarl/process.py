@@ -1,0 +1,43 @@
+"""How this process waits and keeps memory: set once, before anything heavy is imported.
+
+What the environment says is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's malloc.h."""
+
+
+def prepare() -> None:
+    """Share the cores with others, and keep freed memory."""
+    _share_cores()
+    _keep_memory()
+
+
+def _share_cores() -> None:
+    """Let idle OpenMP threads sleep after about half a millisecond, before anything loads OpenMP.
+
+    By default they spin for milliseconds, which on a machine with other work makes every parallel region wait for the
+    scheduler: tens of times slower.
+    """
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        os.environ["GOMP_SPINCOUNT"] = "10000"
+
+
+def _keep_memory() -> None:
+    """Keep freed blocks for the next step, where the C library can be asked to.
+
+    glibc gives large ones back to the system, which clears them page by page when the next step asks for as many: a
+    tenth of a step.
+    """
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl's C library has none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 256 << 20)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
