@@ -114,7 +114,7 @@ def align(
     scheme: Scheme,
     engine: Annotated[Literal["native"], Parameter(help="The engine to compare the learner with.")] = "native",
     tokens: Annotated[Count, Parameter(help="How many sampled tokens to compare, at least.")] = 5000,
-    kv: Annotated[str, Parameter(help="Number format of cached keys and values (`engine.kv_cache`).")] = "fp32",
+    kv_cache: KvCache = "fp32",
     alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
@@ -122,7 +122,7 @@ def align(
     from qarl import align
 
     assert engine == "native", "the only engine so far"
-    found = align.align(model, scheme, tokens, kv, alignment, _say_count)
+    found = align.align(model, scheme, tokens, kv_cache, alignment, _say_count)
     _answer(found, as_json)
     reason = align.broken_promise(found)
     if reason is not None:

@@ -9,7 +9,8 @@ import ctypes, os, resource
 from qarl.process import prepare
 prepare()
 library = ctypes.CDLL(None)
-library.malloc.restype, library.malloc.argtypes, library.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.argtypes = [ctypes.c_void_p]
 for repeat in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block = library.malloc(64 << 20)

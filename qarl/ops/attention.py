@@ -99,14 +99,14 @@ class _SplitRotate(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         rotation: Rotation = ctx.rotation
         positions, q_gain, k_gain, qkv = ctx.saved_tensors
-        tables = (rotation.cosines, rotation.sines)
-        grad = kernels().split_rotate_backward(*(x.contiguous() for x in (dq, dk, dv)), positions, *tables)
+        grads = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        grad = kernels().split_rotate_backward(*grads, positions, rotation.cosines, rotation.sines)
         if qkv is None:
             return grad, None, None, None, None
         counts = [rotation.heads, rotation.kv_heads, rotation.kv_heads]
-        grads, x = (fused.view(len(qkv), -1, rotation.dim).split(counts, 1) for fused in (grad, qkv))
-        dq, dq_gain = kernels().rms_norm_backward(grads[0], x[0], q_gain, rotation.eps)
-        dk, dk_gain = kernels().rms_norm_backward(grads[1], x[1], k_gain, rotation.eps)
+        (dq, dk, _), (q, k, _) = (fused.view(len(qkv), -1, rotation.dim).split(counts, 1) for fused in (grad, qkv))
+        dq, dq_gain = kernels().rms_norm_backward(dq, q, q_gain, rotation.eps)
+        dk, dk_gain = kernels().rms_norm_backward(dk, k, k_gain, rotation.eps)
         return torch.cat([dq, dk, dv], 1).flatten(1), None, None, dq_gain, dk_gain
 
 

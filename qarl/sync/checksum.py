@@ -56,7 +56,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _chunks(octets: Tensor) -> Iterator[Tensor]:
-    """The bytes as 64-bit words: all whole chunks [chunks, CHUNK_WORDS], then the rest, padded with zeros, [1, words]."""
+    """The bytes as 64-bit words: whole chunks [chunks, CHUNK_WORDS], then the rest, padded with zeros, [1, words]."""
     chunk_bytes = CHUNK_WORDS * WORD_BYTES
     whole, rest = octets.split([len(octets) // chunk_bytes * chunk_bytes, len(octets) % chunk_bytes])
     if len(whole):

@@ -252,7 +252,7 @@ def test_split_rotate_backward_is_autograds(each_kernels: ReferenceKernels, head
     q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
     cosine, sine = angles.cos().double()[positions][:, None], angles.sin().double()[positions][:, None]
     results = (*(torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1) for a, b in halves(q, k)), v)
-    grads = [torch.randn(rows, n, dim) for n in (heads, kv_heads, kv_heads)]
+    grads = (torch.randn(rows, heads, dim), torch.randn(rows, kv_heads, dim), torch.randn(rows, kv_heads, dim))
     (expected,) = torch.autograd.grad(results, qkv, [grad.double() for grad in grads])
     found = each_kernels.split_rotate_backward(*grads, positions, angles.cos(), angles.sin())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

@@ -127,29 +127,47 @@ static float exponentiate(float *scores, int64_t padded, float *maximum) {
     return sum_lanes(sum);
 }
 
-#define KEYS_AHEAD 16  // how far ahead vectors are asked for: they lie where the processor does not expect them
+// One head's vectors in the order of positions: rows[0] to rows[padded - 1], of which the last are repeated; and what
+// will be read after them, if anything.
+typedef struct {
+    const kv_store *store;
+    int64_t head;
+    const kv_store *next_store;
+    int64_t next_head;
+    const int64_t *rows;
+    int64_t padded;
+} walk;
 
-ALWAYS_INLINE void ask_for(const kv_store *store, const int64_t *rows, int64_t j, int64_t padded, int64_t g, int64_t d) {
-    if (j >= padded) return;
-    int64_t at = place(store, rows[j], g);
-    const char *p = store->values ? (const char *)(store->values + at * d) : (const char *)(store->codes + at * d);
-    int64_t bytes = store->values ? 4 * d : d;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+ALWAYS_INLINE int64_t at_row(const walk *w, int64_t j) { return place(w->store, w->rows[j], w->head); }
+
+#define VECTORS_AHEAD 16  // of this head, into the first-level cache
+
+// Ask for vectors to come: they lie where the processor does not expect them, and so many are on their way at a time that
+// those of the next head must be asked for while this one is computed.
+ALWAYS_INLINE void look_ahead(const walk *w, int64_t j, int64_t d) {
+    int64_t lines = w->store->values ? (4 * d + 63) / 64 : (d + 63) / 64, size = w->store->values ? 4 : 1;
+    const char *base = w->store->values ? (const char *)w->store->values : (const char *)w->store->codes;
+    if (j + VECTORS_AHEAD < w->padded)
+        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(base + at_row(w, j + VECTORS_AHEAD) * d * size + 64 * i, 0, 3);
+    if (!w->next_store) return;
+    const char *next = w->store->values ? (const char *)w->next_store->values : (const char *)w->next_store->codes;
+    next += place(w->next_store, w->rows[j], w->next_head) * d * size;
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, 2);
 }
 
 #define MOST_HEADS 4  // query heads of one kv head that are computed together
 
 // Scores of `heads` queries [heads, d] against the keys of one kv head; lanes past `visible` are -inf.
-ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t *rows, int64_t g, int64_t visible,
-                              int64_t padded, int64_t heads, int64_t d, float scale, float *scores) {
+ALWAYS_INLINE void scores_of(const float *q, const walk *keys, int64_t visible, int64_t heads, int64_t d, float scale,
+                             float *scores) {
     int64_t chunks = (d + LANES - 1) / LANES;
-    for (int64_t first = 0; first < padded; first += LANES) {
+    for (int64_t first = 0; first < keys->padded; first += LANES) {
         vf partial[MOST_HEADS][LANES];
         for (int64_t jj = 0; jj < LANES; jj++) {
-            int64_t at = place(keys, rows[first + jj], g);
-            ask_for(keys, rows, first + jj + KEYS_AHEAD, padded, g, d);
+            int64_t at = at_row(keys, first + jj);
+            look_ahead(keys, first + jj, d);
             for (int64_t w = 0; w < chunks; w++) {
-                vf key = load_kv(keys, at, d, w * LANES);
+                vf key = load_kv(keys->store, at, d, w * LANES);
                 for (int64_t h = 0; h < heads; h++) {
                     vf query = load_up_to(q + h * d + w * LANES, d - w * LANES);
                     partial[h][jj] = w ? fused(query, key, partial[h][jj]) : query * key;
@@ -157,7 +175,7 @@ ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t
             }
         }
         for (int64_t h = 0; h < heads; h++) {
-            float *out = scores + h * padded + first;
+            float *out = scores + h * keys->padded + first;
             store(out, sum_each(partial[h]) * splat(scale));
             for (int64_t jj = visible < first ? 0 : visible - first; jj < LANES; jj++) out[jj] = -INFINITY;
         }
@@ -167,9 +185,8 @@ ALWAYS_INLINE void scores_of(const float *q, const kv_store *keys, const int64_t
 #define SUMS (LANES == 16 ? 24 : 12)  // vectors of sums that fit in registers, with room for operands
 
 // out [heads, d] = values weighted by `weights` [heads, padded], in position order, divided by `totals`.
-ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store *values, const int64_t *rows,
-                       int64_t g, int64_t visible, int64_t padded, int64_t heads, int64_t d,
-                       float *out) {
+ALWAYS_INLINE void mix(const float *weights, const float *totals, const walk *values, int64_t visible, int64_t heads,
+                       int64_t d, float *out) {
     int64_t chunks = (d + LANES - 1) / LANES;
     int64_t most = SUMS / heads;
     for (int64_t first = 0; first < chunks; first += most) {
@@ -178,11 +195,12 @@ ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store
         for (int64_t h = 0; h < heads; h++)
             for (int64_t w = 0; w < count; w++) acc[h][w] = splat(0);
         for (int64_t j = 0; j < visible; j++) {
-            int64_t at = place(values, rows[j], g);
-            ask_for(values, rows, j + KEYS_AHEAD, padded, g, d);
+            int64_t at = at_row(values, j);
+            look_ahead(values, j, d);
             for (int64_t w = 0; w < count; w++) {
-                vf value = load_kv(values, at, d, (first + w) * LANES);
-                for (int64_t h = 0; h < heads; h++) acc[h][w] = fused(splat(weights[h * padded + j]), value, acc[h][w]);
+                vf value = load_kv(values->store, at, d, (first + w) * LANES);
+                for (int64_t h = 0; h < heads; h++)
+                    acc[h][w] = fused(splat(weights[h * values->padded + j]), value, acc[h][w]);
             }
         }
         for (int64_t h = 0; h < heads; h++)
@@ -194,43 +212,42 @@ ALWAYS_INLINE void mix(const float *weights, const float *totals, const kv_store
     }
 }
 
-ALWAYS_INLINE void attend_heads(const float *q, const kv_store *keys, const kv_store *values, const int64_t *rows,
-                                int64_t g, int64_t visible, int64_t padded, int64_t heads, int64_t d, float scale,
-                                float *scores, float *out, float *lse) {
-    scores_of(q, keys, rows, g, visible, padded, heads, d, scale, scores);
+ALWAYS_INLINE void attend_heads(const float *q, const walk *keys, const walk *values, int64_t visible, int64_t heads,
+                                int64_t d, float scale, float *scores, float *out, float *lse) {
+    scores_of(q, keys, visible, heads, d, scale, scores);
     float totals[MOST_HEADS];
     for (int64_t h = 0; h < heads; h++) {
         float maximum;
-        totals[h] = exponentiate(scores + h * padded, padded, &maximum);
+        totals[h] = exponentiate(scores + h * keys->padded, keys->padded, &maximum);
         lse[h] = maximum + logf(totals[h]);
     }
-    mix(scores, totals, values, rows, g, visible, padded, heads, d, out);
+    mix(scores, totals, values, visible, heads, d, out);
 }
 
 // (heads, d) that are compiled with their loops unrolled.
 #define COMMON_SIZES(CASE) \
     CASE(1, 64) CASE(2, 64) CASE(3, 64) CASE(4, 64) CASE(1, 128) CASE(2, 128) CASE(4, 128)
 
-// Up to MOST_HEADS query heads of one kv head.
-static void attend(const float *q, const kv_store *keys, const kv_store *values, const int64_t *rows, int64_t g,
-                   int64_t visible, int64_t padded, int64_t heads, int64_t d, float scale, float *scores,
-                   float *out, float *lse) {
-#define CASE(count, size)                                                                                              \
-    if (heads == count && d == size && keys->values) {                                                                 \
-        kv_store k = *keys, v = *values;                                                                               \
-        k.codes = v.codes = NULL;                                                                                      \
-        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);                       \
-        return;                                                                                                        \
-    }                                                                                                                  \
-    if (heads == count && d == size) {                                                                                 \
-        kv_store k = *keys, v = *values;                                                                               \
-        k.values = v.values = NULL;                                                                                    \
-        attend_heads(q, &k, &v, rows, g, visible, padded, count, size, scale, scores, out, lse);                       \
-        return;                                                                                                        \
+// Up to MOST_HEADS query heads of one kv head. Each kind of store is told apart from the other once.
+static void attend(const float *q, const walk *keys, const walk *values, int64_t visible, int64_t heads, int64_t d,
+                   float scale, float *scores, float *out, float *lse) {
+    kv_store key_store = *keys->store, value_store = *values->store;
+    walk k = *keys, v = *values;
+    k.store = &key_store, v.store = &value_store;
+#define CASE(count, size)                                                                   \
+    if (heads == count && d == size && keys->store->values) {                               \
+        key_store.codes = value_store.codes = NULL;                                         \
+        attend_heads(q, &k, &v, visible, count, size, scale, scores, out, lse);             \
+        return;                                                                             \
+    }                                                                                       \
+    if (heads == count && d == size) {                                                      \
+        key_store.values = value_store.values = NULL;                                       \
+        attend_heads(q, &k, &v, visible, count, size, scale, scores, out, lse);             \
+        return;                                                                             \
     }
     COMMON_SIZES(CASE)
 #undef CASE
-    attend_heads(q, keys, values, rows, g, visible, padded, heads, d, scale, scores, out, lse);
+    attend_heads(q, keys, values, visible, heads, d, scale, scores, out, lse);
 }
 
 // out [queries, heads, d] and lse [queries, heads]. Query t belongs to sequence `sequences[t]` and sees its first
@@ -254,10 +271,12 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
             for (int64_t g = 0; g < kv_heads; g++) {
                 if (gathered != t) padded = gather_rows(pointers, starts, lengths, sequences[t], visible[t], rows);
                 gathered = t;
+                // Values are read after their keys, and the next head's keys after these values.
+                walk key_walk = {&keys, g, &values, g, rows, padded};
+                walk value_walk = {&values, g, g + 1 < kv_heads ? &keys : NULL, g + 1, rows, padded};
                 for (int64_t r = 0; r < repeat; r += together) {
                     int64_t count = repeat - r < together ? repeat - r : together, h = t * heads + g * repeat + r;
-                    attend(q + h * d, &keys, &values, rows, g, visible[t], padded, count, d, scale, scores,
-                           out + h * d, lse + h);
+                    attend(q + h * d, &key_walk, &value_walk, visible[t], count, d, scale, scores, out + h * d, lse + h);
                 }
             }
         }
@@ -290,8 +309,9 @@ ALWAYS_INLINE void query_gradient(const attention_gradient *a, const int64_t *ro
                                   int64_t visible, int64_t padded, int64_t heads, int64_t d, float *p, float *ds) {
     int64_t at = (t * a->heads + head) * d;
     const float ones[MOST_HEADS] = {1, 1, 1, 1};
-    scores_of(a->q + at, &a->keys, rows, g, visible, padded, heads, d, a->scale, p);
-    scores_of(a->grad + at, &a->values, rows, g, visible, padded, heads, d, 1.0f, ds);
+    walk keys = {&a->keys, g, &a->values, g, rows, padded}, values = {&a->values, g, NULL, 0, rows, padded};
+    scores_of(a->q + at, &keys, visible, heads, d, a->scale, p);
+    scores_of(a->grad + at, &values, visible, heads, d, 1.0f, ds);
     for (int64_t h = 0; h < heads; h++) {
         vf delta = splat(dot(a->grad + at + h * d, a->out + at + h * d, d)), factor = splat(a->scale);
         vf peak = splat(a->lse[t * a->heads + head + h]);
@@ -303,7 +323,7 @@ ALWAYS_INLINE void query_gradient(const attention_gradient *a, const int64_t *ro
         }
         for (int64_t j = visible; j < padded; j++) ds_h[j] = 0;  // not 0 * -inf
     }
-    mix(ds, ones, &a->keys, rows, g, visible, padded, heads, d, a->dq + at);
+    mix(ds, ones, &keys, visible, heads, d, a->dq + at);
 }
 
 // dk and dv of every row that a block of `count` queries sees: the sums over queries and heads of ds q and p grad.

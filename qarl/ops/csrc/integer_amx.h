@@ -25,32 +25,6 @@ static void configure_tiles(void) {  // eight tiles of 16 rows by 64 bytes
 
 typedef int32_t tile_sums[2][2][TILE * TILE];  // of the first or second rows, and the first or second columns
 
-// `a1`, the second rows, may be NULL. On the way `lines` cache lines of what comes next are asked for in every step.
-static void multiply_tiles(const int8_t *a0, const int8_t *a1, int64_t width, const int8_t *w0, const int8_t *w1,
-                           const char *next, int64_t lines, tile_sums sums) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < width; i += 64) {
-        _tile_loadd(4, a0 + i, width);
-        _tile_loadd(6, w0 + i * COLUMNS, 64);
-        _tile_loadd(7, w1 + i * COLUMNS, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-        for (int64_t j = 0; j < lines; j++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
-        if (a1) {
-            _tile_loadd(5, a1 + i, width);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums[0][0], 64);
-    _tile_stored(1, sums[0][1], 64);
-    _tile_stored(2, sums[1][0], 64);
-    _tile_stored(3, sums[1][1], 64);
-}
-
 enum tile_product {  // which rows, and which columns, the two tiles of a block hold
     BYTES,           // 16 of both and the next 16
     MIXED,           // the high and the low plane of 16-bit rows; 16 columns of bytes and the next 16
@@ -86,22 +60,73 @@ ALWAYS_INLINE vf block_values(enum tile_product kind, tile_sums sums, int64_t ro
     return rounded(plus(widen_row(sums[1][1] + at), middle, 256));
 }
 
-ALWAYS_INLINE void finish_tiles(enum tile_product kind, tile_sums sums, const epilogue *e, int64_t t, int64_t rows,
-                                int64_t first) {
-    for (int side = 0; side < (kind == PLANES ? 1 : 2); side++, first += TILE) {
-        if (e->n - first < TILE)
-            for (int64_t r = 0; r < rows && first < e->n; r++)
-                finish_values(e, t + r, first, e->n - first, block_values(kind, sums, r, side));
-        else
-            for (int64_t r = 0; r < rows; r++) finish_values(e, t + r, first, TILE, block_values(kind, sums, r, side));
+typedef struct {  // a block that has been multiplied: rows of y from `t` on, of which the first `done` are finished
+    tile_sums sums;
+    int64_t t, rows, first, done;
+} tile_block;
+
+// Finish rows of a block until `until` of them are done; `is_whole` tells that y has all of its columns.
+ALWAYS_INLINE void finish_columns(enum tile_product kind, int is_whole, tile_block *block, const epilogue *given,
+                                  int64_t until) {
+    const epilogue e = *given;  // apart: for all the compiler knows, what is stored could change it
+    int sides = kind == PLANES ? 1 : 2;
+    vf scales[2] = {splat(1), splat(1)}, biases[2] = {splat(0), splat(0)};
+    for (int side = 0; side < sides; side++) {
+        int64_t column = block->first + side * TILE, left = is_whole ? TILE : e.n - column;
+        if (left > 0 && e.column_scales) scales[side] = load_up_to(e.column_scales + column, left);
+        if (left > 0 && e.bias) biases[side] = load_up_to(e.bias + column, left);
     }
+    for (int64_t r = block->done; r < until; r++) {
+        int64_t at = (block->t + r) * e.n + block->first, left = e.n - block->first;
+        vf row_scale = splat(e.row_scales[block->t + r]);
+        for (int side = 0; side < sides; side++, at += TILE, left -= TILE) {
+            if (!is_whole && left <= 0) break;
+            vf value = block_values(kind, block->sums, r, side) * (row_scale * scales[side]);
+            if (e.bias) value = value + biases[side];
+            if (e.residual) value = value + load_up_to(e.residual + at, is_whole ? TILE : left);
+            store_up_to(e.y + at, is_whole ? TILE : left, value);
+        }
+    }
+    block->done = until;
 }
 
-static void finish_block(enum tile_product kind, tile_sums sums, const epilogue *e, int64_t t, int64_t rows,
-                         int64_t first) {
-    if (kind == BYTES) finish_tiles(BYTES, sums, e, t, rows, first);
-    if (kind == MIXED) finish_tiles(MIXED, sums, e, t, rows, first);
-    if (kind == PLANES) finish_tiles(PLANES, sums, e, t, rows, first);
+ALWAYS_INLINE void finish_rows(enum tile_product kind, tile_block *block, const epilogue *e, int64_t until) {
+    if (e->n - block->first >= (kind == PLANES ? 1 : 2) * TILE)
+        finish_columns(kind, 1, block, e, until);
+    else
+        finish_columns(kind, 0, block, e, until);
+}
+
+// Tiles of rows a0 and, unless it is NULL, a1 times panels w0 and w1. The processor would not look far enough ahead to do
+// anything else while it waits for the tiles: so the block before is finished in between, a few rows with every step,
+// and `lines` cache lines of what comes next are asked for.
+ALWAYS_INLINE void multiply_tiles(enum tile_product kind, const int8_t *a0, const int8_t *a1, int64_t width,
+                                  const int8_t *w0, const int8_t *w1, const char *next, int64_t lines,
+                                  tile_block *before, const epilogue *e, tile_sums sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    int64_t share = width ? (before->rows * 64 + width - 1) / width : 0;
+    for (int64_t i = 0; i < width; i += 64) {
+        _tile_loadd(4, a0 + i, width);
+        _tile_loadd(6, w0 + i * COLUMNS, 64);
+        _tile_loadd(7, w1 + i * COLUMNS, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        if (a1) {
+            _tile_loadd(5, a1 + i, width);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+        for (int64_t j = 0; j < lines; j++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        finish_rows(kind, before, e, at_most(before->done + share, before->rows));
+    }
+    finish_rows(kind, before, e, before->rows);
+    _tile_stored(0, sums[0][0], 64);
+    _tile_stored(1, sums[0][1], 64);
+    _tile_stored(2, sums[1][0], 64);
+    _tile_stored(3, sums[1][1], 64);
 }
 
 #define CACHED_TILES (1 << 20)  // bytes: a block of rows that stays in the second-level cache while columns pass
@@ -112,21 +137,35 @@ typedef struct {  // the left side: rows, or their planes, [rows, width], padded
     int64_t rows, width;
 } tile_rows;
 
-// Panels 2 b and 2 b + 1 times rows `t` to `end`. The panels after them are asked for on the way, a share with every tile.
-static void amx_columns(const tile_rows *x, const packed_codes *packed, int64_t b, int64_t t, int64_t end, int8_t *room,
-                        const epilogue *e) {
-    int64_t width = x->width, height = x->kind == BYTES ? 2 * TILE : TILE, columns = x->kind == PLANES ? TILE : 2 * TILE;
+typedef struct {  // of one thread: two blocks in turn, and room to expand nibbles
+    tile_block blocks[2];
+    int turn;
+    int8_t *room;
+} tile_thread;
+
+// Panels 2 b and 2 b + 1 times rows `t` to `end`. The panels after them are asked for on the way, a share with every block.
+// The last block is left unfinished.
+ALWAYS_INLINE void amx_columns(enum tile_product kind, const tile_rows *x, const packed_codes *packed, int64_t b,
+                               int64_t t, int64_t end, const epilogue *e, tile_thread *own) {
+    int64_t width = x->width, height = kind == BYTES ? 2 * TILE : TILE, columns = kind == PLANES ? TILE : 2 * TILE;
     int64_t lines = packed->bytes ? 2 * COLUMNS : COLUMNS, steps = round_up(end - t, height) / height;
     int64_t share = steps < lines ? lines / steps : 1;
-    const int8_t *w0 = panels_of(packed, 2 * b, 2, width, room), *w1 = w0 + width * COLUMNS;
+    const int8_t *w0 = panels_of(packed, 2 * b, 2, width, own->room), *w1 = w0 + width * COLUMNS;
     const char *next = packed_panel(packed, 2 * b + 2, width);
-    tile_sums sums __attribute__((aligned(64)));
-    for (; t < end; t += height, lines -= share, next += share * width) {
-        const int8_t *a0 = x->a + t * width, *a1 = x->kind == BYTES ? a0 + TILE * width : x->a_low + t * width;
-        if (x->kind == BYTES && t + TILE >= x->rows) a1 = NULL;
-        multiply_tiles(a0, a1, width, w0, w1, next, lines > 0 ? share : 0, sums);
-        finish_block(x->kind, sums, e, t, at_most(height, x->rows - t), b * columns);
+    for (; t < end; t += height, lines -= share, next += share * width, own->turn ^= 1) {
+        const int8_t *a0 = x->a + t * width, *a1 = kind == BYTES ? a0 + TILE * width : x->a_low + t * width;
+        if (kind == BYTES && t + TILE >= x->rows) a1 = NULL;
+        tile_block *block = &own->blocks[own->turn], *before = &own->blocks[own->turn ^ 1];
+        multiply_tiles(kind, a0, a1, width, w0, w1, next, lines > 0 ? share : 0, before, e, block->sums);
+        block->t = t, block->rows = at_most(height, x->rows - t), block->first = b * columns, block->done = 0;
     }
+}
+
+static void amx_share(const tile_rows *x, const packed_codes *packed, int64_t b, int64_t t, int64_t end,
+                      const epilogue *e, tile_thread *own) {
+    if (x->kind == BYTES) amx_columns(BYTES, x, packed, b, t, end, e, own);
+    if (x->kind == MIXED) amx_columns(MIXED, x, packed, b, t, end, e, own);
+    if (x->kind == PLANES) amx_columns(PLANES, x, packed, b, t, end, e, own);
 }
 
 static void amx_multiply(const tile_rows *x, const packed_codes *packed, const epilogue *e) {
@@ -135,14 +174,18 @@ static void amx_multiply(const tile_rows *x, const packed_codes *packed, const e
     int64_t chunk = round_up(CACHED_TILES / (bytes_per_row + 1) + 1, 2 * TILE);
 #pragma omp parallel
     {
-        int8_t *room = room_for(packed, 2, x->width);
+        tile_thread own __attribute__((aligned(64)));
+        own.turn = 0, own.room = room_for(packed, 2, x->width);
+        own.blocks[0].rows = own.blocks[0].done = own.blocks[1].rows = own.blocks[1].done = 0;
         configure_tiles();
         for (int64_t t = 0; t < x->rows; t += chunk) {
 #pragma omp for schedule(static) nowait
-            for (int64_t b = 0; b < blocks; b++) amx_columns(x, packed, b, t, at_most(t + chunk, x->rows), room, e);
+            for (int64_t b = 0; b < blocks; b++) amx_share(x, packed, b, t, at_most(t + chunk, x->rows), e, &own);
         }
+        tile_block *last = &own.blocks[own.turn ^ 1];
+        finish_rows(x->kind, last, e, last->rows);
         _tile_release();
-        free(room);
+        free(own.room);
     }
 }
 
