@@ -1,8 +1,8 @@
 // Rotary split and attention over key/value stores that hold fp32, or int8 codes with one scale a token and head.
 //
-// A query's keys are gathered by position, LANES at a time from position 0, whatever rows they live in: prefill, decode,
-// shared prompts and packed training batches give the same bits. An int8 store is read as code * scale in fp32, which
-// is what a learner that rounds its keys and values the same way multiplies.
+// A query's keys are gathered by position, LANES at a time from position 0, whatever rows they live in: prefill,
+// decode, shared prompts and packed training batches give the same bits. An int8 store is read as code * scale in fp32,
+// which is what a learner that rounds its keys and values the same way multiplies.
 
 #include "lanes.h"
 
@@ -142,13 +142,14 @@ ALWAYS_INLINE int64_t at_row(const walk *w, int64_t j) { return place(w->store, 
 
 #define VECTORS_AHEAD 16  // of this head, into the first-level cache
 
-// Ask for vectors to come: they lie where the processor does not expect them, and so many are on their way at a time that
-// those of the next head must be asked for while this one is computed.
+// Ask for vectors to come, which lie where the processor does not expect them. Few can be on their way to the nearest
+// cache at a time: so those of the next head are asked for while this one is computed, and only come nearer.
 ALWAYS_INLINE void look_ahead(const walk *w, int64_t j, int64_t d) {
     int64_t lines = w->store->values ? (4 * d + 63) / 64 : (d + 63) / 64, size = w->store->values ? 4 : 1;
     const char *base = w->store->values ? (const char *)w->store->values : (const char *)w->store->codes;
     if (j + VECTORS_AHEAD < w->padded)
-        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(base + at_row(w, j + VECTORS_AHEAD) * d * size + 64 * i, 0, 3);
+        for (int64_t i = 0; i < lines; i++)
+            __builtin_prefetch(base + at_row(w, j + VECTORS_AHEAD) * d * size + 64 * i, 0, 3);
     if (!w->next_store) return;
     const char *next = w->store->values ? (const char *)w->next_store->values : (const char *)w->next_store->codes;
     next += place(w->next_store, w->rows[j], w->next_head) * d * size;
@@ -255,7 +256,8 @@ static void attend(const float *q, const walk *keys, const walk *values, int64_t
 void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float *key_scales, float *value_values,
                     int8_t *value_codes, float *value_scales, int64_t row_step, int64_t head_step,
                     const int64_t *sequences, const int64_t *visible, const int64_t *pointers,
-                    const int64_t *starts, const int64_t *lengths, float *out, float *lse, float scale, int64_t queries, int64_t heads, int64_t kv_heads, int64_t d, int64_t longest) {
+                    const int64_t *starts, const int64_t *lengths, float *out, float *lse, float scale,
+                    int64_t queries, int64_t heads, int64_t kv_heads, int64_t d, int64_t longest) {
     int64_t repeat = heads / kv_heads, together = repeat < MOST_HEADS ? repeat : MOST_HEADS;
     int64_t room = (longest + LANES - 1) / LANES * LANES;
     kv_store keys = {key_values, key_codes, key_scales, row_step, head_step};
@@ -276,7 +278,8 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
                 walk value_walk = {&values, g, g + 1 < kv_heads ? &keys : NULL, g + 1, rows, padded};
                 for (int64_t r = 0; r < repeat; r += together) {
                     int64_t count = repeat - r < together ? repeat - r : together, h = t * heads + g * repeat + r;
-                    attend(q + h * d, &key_walk, &value_walk, visible[t], count, d, scale, scores, out + h * d, lse + h);
+                    attend(q + h * d, &key_walk, &value_walk, visible[t], count, d, scale, scores, out + h * d,
+                           lse + h);
                 }
             }
         }
@@ -346,8 +349,9 @@ ALWAYS_INLINE void add_to_rows(const attention_gradient *a, const int64_t *rows,
                     int64_t query = ((t + b) * a->heads + head + h) * d + first, weight = (b * heads + h) * padded + j;
                     vf ds_j = splat(ds[weight]), p_j = splat(p[weight]);
                     for (int64_t w = 0; w < chunks; w++) {
-                        of_key[w] = fused(ds_j, load_up_to(a->q + query + w * LANES, width - w * LANES), of_key[w]);
-                        of_value[w] = fused(p_j, load_up_to(a->grad + query + w * LANES, width - w * LANES), of_value[w]);
+                        int64_t lanes = query + w * LANES, left = width - w * LANES;
+                        of_key[w] = fused(ds_j, load_up_to(a->q + lanes, left), of_key[w]);
+                        of_value[w] = fused(p_j, load_up_to(a->grad + lanes, left), of_value[w]);
                     }
                 }
             for (int64_t w = 0; w < chunks; w++) {

@@ -97,7 +97,7 @@ void qarl_pack_nibbles(const int8_t *codes, int64_t n, int64_t k, uint8_t *packe
     free(bytes);
 }
 
-// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes in turn; either way two bytes a code.
+// 12-bit codes to packed panels of shorts or, for AMX, to those of their two planes in turn: two bytes a code.
 void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void *packed) {
     if (level != 2) {
         pack_panels(codes, n, k, 2, packed);
@@ -138,8 +138,8 @@ void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t
     if (corrections) correct_columns(packed, n, k, corrections);
 }
 
-// `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. Column scales,
-// bias and residual, which may be y itself, may be NULL.
+// `level` is at most what `qarl_integer_level` answered. `nibbles` tells that weights are packed as such. Column
+// scales, bias and residual, which may be y itself, may be NULL.
 void qarl_int8_matmul(int level, int nibbles, const int8_t *codes, const float *row_scales, const void *weights,
                       const int32_t *corrections, const float *column_scales, const float *bias, const float *residual,
                       int64_t rows, int64_t n, int64_t k, float *y) {

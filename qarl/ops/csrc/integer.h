@@ -25,7 +25,7 @@ static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multip
 
 static inline int64_t at_most(int64_t n, int64_t most) { return n < most ? n : most; }
 
-typedef struct {  // packed 8-bit codes; or 4-bit ones, in nibbles: of each group the first 8 columns low, the others high
+typedef struct {  // packed 8-bit codes; or 4-bit ones, in nibbles: of each group 8 columns low, the other 8 high
     const int8_t *bytes;
     const uint8_t *nibbles;
 } packed_codes;
@@ -36,7 +36,8 @@ static inline const void *packed_panel(const packed_codes *w, int64_t panel, int
 }
 
 // `count` panels from `panel` on as bytes: where they lie, or expanded into `room`, which then stays in the cache.
-static inline const int8_t *panels_of(const packed_codes *w, int64_t panel, int64_t count, int64_t width, int8_t *room) {
+static inline const int8_t *panels_of(const packed_codes *w, int64_t panel, int64_t count, int64_t width,
+                                      int8_t *room) {
     const uint8_t *in = packed_panel(w, panel, width);
     if (w->bytes) return (const int8_t *)in;
     for (int64_t i = 0; i < count * width / 4; i++)

@@ -1,7 +1,7 @@
 // Integer GEMMs on AMX tiles: 16 rows by 64 bytes of k meet 16 columns.
 //
 // One block of the product takes two tiles of rows and two of columns, four loads for four multiplications. Which two
-// they are is all that tells the three GEMMs apart: neighbours, where codes are bytes, or the two planes of wider codes.
+// they are is all that tells the three GEMMs apart: neighbours, where codes are bytes, or the planes of wider codes.
 
 #pragma once
 
@@ -97,9 +97,9 @@ ALWAYS_INLINE void finish_rows(enum tile_product kind, tile_block *block, const 
         finish_columns(kind, 0, block, e, until);
 }
 
-// Tiles of rows a0 and, unless it is NULL, a1 times panels w0 and w1. The processor would not look far enough ahead to do
-// anything else while it waits for the tiles: so the block before is finished in between, a few rows with every step,
-// and `lines` cache lines of what comes next are asked for.
+// Tiles of rows a0 and, unless it is NULL, a1 times panels w0 and w1. The processor would not look far enough ahead to
+// do anything else while it waits for the tiles: so the block before is finished in between, a few rows with every
+// step, and `lines` cache lines of what comes next are asked for.
 ALWAYS_INLINE void multiply_tiles(enum tile_product kind, const int8_t *a0, const int8_t *a1, int64_t width,
                                   const int8_t *w0, const int8_t *w1, const char *next, int64_t lines,
                                   tile_block *before, const epilogue *e, tile_sums sums) {
@@ -143,8 +143,8 @@ typedef struct {  // of one thread: two blocks in turn, and room to expand nibbl
     int8_t *room;
 } tile_thread;
 
-// Panels 2 b and 2 b + 1 times rows `t` to `end`. The panels after them are asked for on the way, a share with every block.
-// The last block is left unfinished.
+// Panels 2 b and 2 b + 1 times rows `t` to `end`. The panels after them are asked for on the way, a share with every
+// block. The last block is left unfinished.
 ALWAYS_INLINE void amx_columns(enum tile_product kind, const tile_rows *x, const packed_codes *packed, int64_t b,
                                int64_t t, int64_t end, const epilogue *e, tile_thread *own) {
     int64_t width = x->width, height = kind == BYTES ? 2 * TILE : TILE, columns = kind == PLANES ? TILE : 2 * TILE;

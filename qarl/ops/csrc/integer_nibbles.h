@@ -1,6 +1,6 @@
 // Integer GEMMs on 4-bit weights where bytes cannot be summed in one instruction but pairs of their products can: a
-// weight is at least -7, so weight + 8 is an unsigned byte, and a few products with it fit 16 bits. That is twice the work
-// of 16-bit pairs for an instruction, and half the weights to read. sum (w + 8) x = sum w x + 8 sum x.
+// weight is at least -7, so weight + 8 is an unsigned byte, and a few products with it fit 16 bits. That is twice the
+// work of 16-bit pairs for an instruction, and half the weights to read. sum (w + 8) x = sum w x + 8 sum x.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// Integer GEMMs on multiply-adds of pairs of 16-bit numbers, which every CPU has in some form. 8-bit weights are widened
-// on the way to the registers, so rows of 16 bits, which gradients have, cost no more than rows of 8, and a product of
-// 12-bit codes, which the output head has, no more than one of 8-bit codes.
+// Integer GEMMs on multiply-adds of pairs of 16-bit numbers, which every CPU has in some form. 8-bit weights are
+// widened on the way to the registers, so rows of 16 bits, which gradients have, cost no more than rows of 8, and a
+// product of 12-bit codes, which the output head has, no more than one of 8-bit codes.
 
 #pragma once
 

@@ -63,8 +63,8 @@ typedef void (*dot_tile)(const int8_t *, int64_t, const int8_t *, const int32_t 
 static const dot_tile DOT_TILES[] = {NULL,       dot_tile_1, dot_tile_2, dot_tile_3,
                                      dot_tile_4, dot_tile_5, dot_tile_6};
 
-static void vnni_int8(const int8_t *codes, const packed_codes *packed, const int32_t *corrections, int64_t rows, int64_t k,
-                      const epilogue *e) {
+static void vnni_int8(const int8_t *codes, const packed_codes *packed, const int32_t *corrections, int64_t rows,
+                      int64_t k, const epilogue *e) {
     int64_t width = round_up(k, K_MULTIPLE), blocks = round_up(e->n, DOT_COLUMNS) / DOT_COLUMNS;
     int8_t *a = padded_rows(codes, rows, k, 1, 0x80);
 #pragma omp parallel

@@ -48,8 +48,8 @@ static inline vf load_part(const float *p, int64_t n, float fill) {  // the firs
 
 static inline void store_part(float *p, int64_t n, vf x) { memcpy(p, &x, n * sizeof(float)); }
 
-// a * b + c, rounded once where the machine can. The compiler must not fuse on its own (`-ffp-contract=off`): whether it
-// does depends on how a loop was unrolled or inlined, and the same operation would get different bits in two places.
+// a * b + c, rounded once where the machine can. The compiler must not fuse on its own (`-ffp-contract=off`): whether
+// it does depends on how a loop was unrolled or inlined, and the same operation would get different bits in two places.
 static inline vf fused(vf a, vf b, vf c) {
 #if LANES == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
