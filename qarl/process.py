@@ -1,6 +1,6 @@
 """How this process waits and keeps memory: set once, before anything heavy is imported.
 
-What the environment says is left alone.
+What the environment says about either is left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
+
+SAYS_HOW_TO_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
+"""Names in the environment."""
 
 
 def prepare() -> None:
@@ -35,9 +38,11 @@ def _keep_memory() -> None:
     glibc gives large ones back to the system, which clears them page by page when the next step asks for as many: a
     tenth of a step.
     """
-    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+    if sys.platform != "linux" or os.environ.keys() & SAYS_HOW_TO_KEEP_MEMORY:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl's C library has none
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 256 << 20)
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    if mallopt is None:
+        return
+    if not mallopt(M_MMAP_THRESHOLD, 256 << 20):
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc before 2.35 takes
+    mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -370,7 +370,7 @@ class CpuKernels(ReferenceKernels):
         grad_entropy_T: Tensor | None,
         inverse_temperature: float,
     ) -> Tensor:
-        as_float(logits_TV, grad_T, grad_entropy_T)
+        as_float(logits_TV, grad_T, grad_entropy_T, *scores)
         as_index(targets_T)
         inputs = (logits_TV, targets_T, scores.shifts, scores.sums, scores.entropies, grad_T, grad_entropy_T)
         self.library.qarl_logits_gradient(*map(address, inputs), inverse_temperature, *logits_TV.shape)

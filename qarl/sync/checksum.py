@@ -60,7 +60,8 @@ def _chunks(octets: Tensor) -> Iterator[Tensor]:
     chunk_bytes = CHUNK_WORDS * WORD_BYTES
     whole, rest = octets.split([len(octets) // chunk_bytes * chunk_bytes, len(octets) % chunk_bytes])
     if len(whole):
-        aligned = whole if whole.data_ptr() % WORD_BYTES == 0 else whole.clone()
+        is_aligned = whole.data_ptr() % WORD_BYTES == 0 and whole.storage_offset() % WORD_BYTES == 0
+        aligned = whole if is_aligned else whole.clone()
         yield aligned.view(torch.int64).view(-1, CHUNK_WORDS)
     if len(rest):
         padded = torch.zeros(-(-len(rest) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8)

@@ -281,6 +281,26 @@ def test_products_of_gradients_and_8_bit_codes_are_exact_at_their_largest(each_l
     assert torch.equal(sums, exact.float())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int12", "mixed"])
+def test_products_of_more_rows_than_a_cache_holds_are_exact(each_level: CpuKernels, kind):
+    """Rows of 32 KB, which AMX tiles take in blocks of 32 and a rest."""
+    rows, k, n = 70, 32768, 100
+    left, right = {"int8": (127, 127), "int4": (127, 7), "int12": (2047, 2047), "mixed": (32512, 127)}[kind]
+    codes = torch.randint(-left, left + 1, (rows, k)).to(torch.int8 if left == 127 else torch.int16)
+    weight = torch.randint(-right, right + 1, (n, k)).to(torch.int16 if right == 2047 else torch.int8)
+    products = codes.double() @ weight.double().t()
+    if kind == "mixed":
+        added = torch.randn(rows, n) * 1e6
+        found, packed = added.clone(), each_level._transposed(weight.t().contiguous(), INT16)
+        each_level._gradient_matmul(codes, torch.ones(rows), packed, found, found)
+        assert torch.equal(found, products.float() + added)
+        return
+    bias, residual = torch.randn(n), torch.randn(rows, n)
+    packed = each_level.pack_codes(weight, INT4 if kind == "int4" else INT8)
+    found = each_level.integer_matmul(codes, torch.ones(rows), packed, torch.ones(n), bias, residual)
+    assert torch.equal(found, products.float() + bias + residual)
+
+
 def test_products_over_no_rows_or_nothing_are_empty_or_zero(each_level: CpuKernels):
     weight = each_level.pack_codes(torch.ones(5, 8, dtype=torch.int8))
     none = each_level.integer_matmul(

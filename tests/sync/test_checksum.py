@@ -1,10 +1,14 @@
+import hashlib
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qarl.ops.kernels import using
+from qarl.ops.reference import ReferenceKernels
 from qarl.sync.checksum import CHUNK_WORDS, WORD_BYTES, checksum, combine, digests
 
 CHUNK_BYTES = CHUNK_WORDS * WORD_BYTES
@@ -24,6 +28,43 @@ def test_it_does_not_change_between_releases() -> None:
     # Stored checksums must stay readable: this value is part of the file format.
     tensors = {"a": torch.arange(5, dtype=torch.int32), "b": torch.tensor([[1.0, -2.0]])}
     assert checksum(tensors) == "743409b097744049c00d80a1c8d7e8cd400302b75364c63263b7407a06fdd3fe"
+
+
+def as_defined(name: str, octets: np.ndarray) -> str:
+    """The digest of a tensor of bytes, written out: whole chunks in blocks of 16, then the rest, padded with zeros."""
+    index = np.arange(1, CHUNK_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    index = (index ^ (index >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    index = (index ^ (index >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    multipliers = (index ^ (index >> np.uint64(31))) | np.uint64(1)
+    total = hashlib.sha256(f"{name}\0torch.uint8\0[{octets.size}]\0".encode())
+    chunks, rest = divmod(octets.size, CHUNK_BYTES)
+    parts = [octets[i * CHUNK_BYTES : min(i + 16, chunks) * CHUNK_BYTES] for i in range(0, chunks, 16)]
+    parts += [np.pad(octets[octets.size - rest :], (0, -rest % 8))] if rest else []
+    for part in parts:
+        words = part.view(np.uint64).reshape(-1, min(CHUNK_WORDS, part.size // 8))
+        total.update((words @ multipliers[: words.shape[1]]).tobytes())
+        total.update(((words >> np.uint64(32)) @ multipliers[: words.shape[1]]).tobytes())
+    return total.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 8, CHUNK_BYTES, 16 * CHUNK_BYTES, 17 * CHUNK_BYTES + 5, 33 * CHUNK_BYTES], ids=str
+)
+def test_the_digest_is_the_defined_one_by_the_kernel_and_in_torch(size: int) -> None:
+    octets = codes(size).view(torch.uint8)
+    expected = as_defined("x", octets.numpy())
+    assert digests({"x": octets}) == {"x": expected}
+    with using(ReferenceKernels()):
+        assert digests({"x": octets}) == {"x": expected}
+
+
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_bytes_may_begin_anywhere_in_a_word(offset: int) -> None:
+    raw = bytearray(codes(CHUNK_BYTES + 16).view(torch.uint8).numpy().tobytes())
+    aligned = torch.frombuffer(raw, dtype=torch.uint8, offset=offset)[8 - offset :]
+    assert digests({"x": aligned}) == digests({"x": aligned.clone()})
+    askew = torch.frombuffer(raw, dtype=torch.uint8, offset=offset)
+    assert digests({"x": askew}) == digests({"x": askew.clone()})
 
 
 @pytest.mark.parametrize(

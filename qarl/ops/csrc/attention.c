@@ -312,7 +312,7 @@ ALWAYS_INLINE void query_gradient(const attention_gradient *a, const int64_t *ro
                                   int64_t visible, int64_t padded, int64_t heads, int64_t d, float *p, float *ds) {
     int64_t at = (t * a->heads + head) * d;
     const float ones[MOST_HEADS] = {1, 1, 1, 1};
-    walk keys = {&a->keys, g, &a->values, g, rows, padded}, values = {&a->values, g, NULL, 0, rows, padded};
+    walk keys = {&a->keys, g, NULL, 0, rows, padded}, values = {&a->values, g, NULL, 0, rows, padded};
     scores_of(a->q + at, &keys, visible, heads, d, a->scale, p);
     scores_of(a->grad + at, &values, visible, heads, d, 1.0f, ds);
     for (int64_t h = 0; h < heads; h++) {

@@ -3,7 +3,7 @@
 #include "integer.h"
 #include "integer_pairs.h"
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAVE_AMX 1
@@ -58,9 +58,11 @@ static void pack_panel(const char *codes, int64_t rows, int64_t k, int64_t size,
 static void pack_panels(const void *codes, int64_t n, int64_t k, int64_t size, void *packed) {
     int64_t panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
 #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; p++)
-        pack_panel((const char *)codes + p * COLUMNS * k * size, n - p * COLUMNS, k, size,
-                   (char *)packed + p * panel_size(k) * size);
+    for (int64_t p = 0; p < panels; p++) {
+        int64_t first = at_most(p * COLUMNS, n);
+        char *out = (char *)packed + p * panel_size(k) * size;
+        pack_panel((const char *)codes + first * k * size, n - first, k, size, out);
+    }
 }
 
 // -128 * (sum of a column of packed panels), [padded n], which undoes the offset that makes the left operand of VNNI
@@ -109,9 +111,9 @@ void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void
         int8_t *planes = malloc(2 * COLUMNS * k), *low = planes + COLUMNS * k;
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
-            int64_t rows = at_most(COLUMNS, n - p * COLUMNS);  // none or fewer in panels of padding
+            int64_t first = at_most(p * COLUMNS, n), rows = at_most(COLUMNS, n - first);  // none in panels of padding
             char *out = (char *)packed + 2 * p * panel_size(k);
-            split_planes(codes + p * COLUMNS * k, rows * k, planes, low);
+            split_planes(codes + first * k, rows * k, planes, low);
             pack_panel((const char *)planes, rows, k, 1, out);
             pack_panel((const char *)low, rows, k, 1, out + panel_size(k));
         }

@@ -6,9 +6,9 @@
 //
 // Weights are packed once per published version as panels of 16 columns by groups of 4 along k, the layout that AMX
 // tiles, VNNI dot products and pairwise multiply-adds all want: [panels][k / 4][16 columns][4]. k is padded with zeros
-// to 64 and the panels to a multiple of 4. 12-bit codes are shorts in the same
-// order or, for AMX, two int8 planes with code = 256 high + low: a panel of one, then one of the other. So any four
-// panels can be multiplied alone in every layout.
+// to 64 and the panels to a multiple of 4. 12-bit codes are shorts in the same order or, for AMX, two int8 planes with
+// code = 256 high + low: a panel of one, then one of the other. So any four panels can be multiplied alone in every
+// layout.
 
 #pragma once
 
@@ -58,19 +58,22 @@ typedef struct {  // everything an epilogue needs to finish rows of y
     int64_t n;
 } epilogue;
 
-// LANES columns of a row of y from `column` on, or those that are left.
-ALWAYS_INLINE void finish_values(const epilogue *e, int64_t row, int64_t column, int64_t left, vf sums) {
-    int64_t at = row * e->n + column;
-    vf factor = splat(e->row_scales[row]);
-    if (e->column_scales) factor = factor * load_up_to(e->column_scales + column, left);
+// LANES columns of y from y[at] on, or those that are left; `factor` is row scale * column scale.
+ALWAYS_INLINE void finish_values(const epilogue *e, int64_t at, int64_t left, vf sums, vf factor, vf bias) {
     vf value = sums * factor;
-    if (e->bias) value = value + load_up_to(e->bias + column, left);
+    if (e->bias) value = value + bias;  // not + 0, which would turn -0 to 0
     if (e->residual) value = value + load_up_to(e->residual + at, left);
     store_up_to(e->y + at, left, value);
 }
 
 static inline void finish_row(const epilogue *e, int64_t row, int64_t first, int64_t columns, const float *sums) {
-    for (int64_t j = 0; j < columns; j += LANES) finish_values(e, row, first + j, columns - j, load(sums + j));
+    for (int64_t j = 0; j < columns; j += LANES) {
+        int64_t column = first + j, left = columns - j;
+        vf factor = splat(e->row_scales[row]);
+        if (e->column_scales) factor = factor * load_up_to(e->column_scales + column, left);
+        vf bias = e->bias ? load_up_to(e->bias + column, left) : splat(0);
+        finish_values(e, row * e->n + column, left, load(sums + j), factor, bias);
+    }
 }
 
 static inline void finish_int8(const epilogue *e, int64_t row, int64_t first, int64_t columns, const int32_t *sums) {

@@ -1,7 +1,8 @@
 // Integer GEMMs on AMX tiles: 16 rows by 64 bytes of k meet 16 columns.
 //
 // One block of the product takes two tiles of rows and two of columns, four loads for four multiplications. Which two
-// they are is all that tells the three GEMMs apart: neighbours, where codes are bytes, or the planes of wider codes.
+// they are tells the three GEMMs apart, and how their sums are put together: neighbours, where codes are bytes, or the
+// planes of wider codes.
 
 #pragma once
 
@@ -61,7 +62,7 @@ ALWAYS_INLINE vf block_values(enum tile_product kind, tile_sums sums, int64_t ro
 }
 
 typedef struct {  // a block that has been multiplied: rows of y from `t` on, of which the first `done` are finished
-    tile_sums sums;
+    tile_sums sums __attribute__((aligned(64)));
     int64_t t, rows, first, done;
 } tile_block;
 
@@ -81,16 +82,15 @@ ALWAYS_INLINE void finish_columns(enum tile_product kind, int is_whole, tile_blo
         vf row_scale = splat(e.row_scales[block->t + r]);
         for (int side = 0; side < sides; side++, at += TILE, left -= TILE) {
             if (!is_whole && left <= 0) break;
-            vf value = block_values(kind, block->sums, r, side) * (row_scale * scales[side]);
-            if (e.bias) value = value + biases[side];
-            if (e.residual) value = value + load_up_to(e.residual + at, is_whole ? TILE : left);
-            store_up_to(e.y + at, is_whole ? TILE : left, value);
+            vf sums = block_values(kind, block->sums, r, side);
+            finish_values(&e, at, is_whole ? TILE : left, sums, row_scale * scales[side], biases[side]);
         }
     }
     block->done = until;
 }
 
 ALWAYS_INLINE void finish_rows(enum tile_product kind, tile_block *block, const epilogue *e, int64_t until) {
+    if (block->done == until) return;
     if (e->n - block->first >= (kind == PLANES ? 1 : 2) * TILE)
         finish_columns(kind, 1, block, e, until);
     else
@@ -149,7 +149,7 @@ ALWAYS_INLINE void amx_columns(enum tile_product kind, const tile_rows *x, const
                                int64_t t, int64_t end, const epilogue *e, tile_thread *own) {
     int64_t width = x->width, height = kind == BYTES ? 2 * TILE : TILE, columns = kind == PLANES ? TILE : 2 * TILE;
     int64_t lines = packed->bytes ? 2 * COLUMNS : COLUMNS, steps = round_up(end - t, height) / height;
-    int64_t share = steps < lines ? lines / steps : 1;
+    int64_t share = (lines + steps - 1) / steps;
     const int8_t *w0 = panels_of(packed, 2 * b, 2, width, own->room), *w1 = w0 + width * COLUMNS;
     const char *next = packed_panel(packed, 2 * b + 2, width);
     for (; t < end; t += height, lines -= share, next += share * width, own->turn ^= 1) {
@@ -174,9 +174,9 @@ static void amx_multiply(const tile_rows *x, const packed_codes *packed, const e
     int64_t chunk = round_up(CACHED_TILES / (bytes_per_row + 1) + 1, 2 * TILE);
 #pragma omp parallel
     {
-        tile_thread own __attribute__((aligned(64)));
+        tile_thread own;
         own.turn = 0, own.room = room_for(packed, 2, x->width);
-        own.blocks[0].rows = own.blocks[0].done = own.blocks[1].rows = own.blocks[1].done = 0;
+        for (int i = 0; i < 2; i++) own.blocks[i].rows = own.blocks[i].done = 0;
         configure_tiles();
         for (int64_t t = 0; t < x->rows; t += chunk) {
 #pragma omp for schedule(static) nowait

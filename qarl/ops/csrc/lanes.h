@@ -111,7 +111,8 @@ static inline float max_lanes(vf x) {
     return best;
 }
 
-// Blocks of `d` lanes (a power of two below LANES, constant) of a and b in turn: the first and third, or the others.
+// Of blocks of `d` lanes (a power of two below LANES, constant) the even-numbered ones of a and of b in turn, and the
+// odd-numbered ones.
 #if LANES == 16
 #define FIRST_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
 #define OTHER_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
