@@ -79,9 +79,10 @@ def size_bytes(value: object) -> int:
     if isinstance(value, tuple):
         return sum(map(size_bytes, value))
     if isinstance(value, PackedCodes):
-        return value.codes.nbytes // (2 if value.packed is not None and value.packed.dtype == torch.uint8 else 1)
+        codes = value.shape[0] * value.shape[1]  # without the padding of `packed`
+        return codes // 2 if value.packed.dtype == torch.uint8 else codes * value.dtype.itemsize
     if isinstance(value, PackedInt4):
-        return value.codes.numel() // 2 + value.scales.nbytes
+        return value.shape[0] * value.shape[1] // 2 + value.scales.nbytes
     return 0
 
 

@@ -290,7 +290,8 @@ def frozen_copy(decoder: Decoder, snapshot: Snapshot) -> Decoder:
     """A decoder that goes on serving this snapshot: the reference policy of a KL penalty."""
     with torch.device("meta"):
         reference = Decoder(decoder.config, decoder.vocab_size, decoder.rounds_kv)
-    reference.assign(unquantized(snapshot), requires_grad=False)
+    own = {name: tensor.clone() for name, tensor in unquantized(snapshot).items()}
+    reference.assign(own, requires_grad=False)
     reference.serve(operands_of(decoder, snapshot))
     return reference
 

@@ -58,6 +58,7 @@ class CpuKernels(ReferenceKernels):
 
     name = "cpu"
     exact_matmul = True
+    block = 64
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -132,18 +133,29 @@ class CpuKernels(ReferenceKernels):
     def pack_codes(self, codes_NK: Tensor, grid: IntegerFormat = INT8) -> PackedCodes:
         """Panels of 16 columns by groups of 4 along K; 4-bit codes two to a byte."""
         n, k = codes_NK.shape
-        rows, width = round_up(n, 64), round_up(k, 64)
+        rows, width = round_up(n, self.block), round_up(k, 64)
         if codes_NK.dtype == torch.int16:
-            packed = torch.empty(rows // 64, 64 * width, dtype=torch.int16)
+            packed = torch.empty(rows // self.block, self.block * width, dtype=torch.int16)
             self.library.qarl_pack_int12(self.integer_level, address(codes_NK), n, k, address(packed))
-            return PackedCodes(codes_NK, packed)
-        corrections = torch.empty(rows // 64, 64, dtype=torch.int32)
+            return PackedCodes((n, k), torch.int16, packed)
+        corrections = torch.empty(rows // self.block, self.block, dtype=torch.int32)
         if grid is INT4:
-            packed, pack = torch.empty(rows // 64, 32 * width, dtype=torch.uint8), self.library.qarl_pack_nibbles
+            packed = torch.empty(rows // self.block, self.block * width // 2, dtype=torch.uint8)
+            pack = self.library.qarl_pack_nibbles
         else:
-            packed, pack = torch.empty(rows // 64, 64 * width, dtype=torch.int8), self.library.qarl_pack_int8
+            packed = torch.empty(rows // self.block, self.block * width, dtype=torch.int8)
+            pack = self.library.qarl_pack_int8
         pack(address(codes_NK), n, k, address(packed), address(corrections))
-        return PackedCodes(codes_NK, packed, corrections)
+        return PackedCodes((n, k), torch.int8, packed, corrections)
+
+    def unpack_codes(self, weight: PackedCodes) -> Tensor:
+        codes = torch.empty(weight.shape, dtype=weight.dtype)
+        rest = (address(weight.packed), *weight.shape, address(codes))
+        if weight.dtype == torch.int16:
+            self.library.qarl_unpack_int12(self.integer_level, *rest)
+        else:
+            self.library.qarl_unpack_int8(weight.packed.dtype == torch.uint8, *rest)
+        return codes
 
     def integer_matmul(
         self,
@@ -156,9 +168,8 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         """The GEMM and its epilogue in one pass."""
         as_float(row_scales_T, column_scales_N, bias_N, residual_TN)
-        (rows, k), n = codes_TK.shape, len(weight.codes)
-        assert codes_TK.dtype == weight.codes.dtype and weight.codes.shape[1] == k <= LONGEST_SUM
-        assert weight.packed is not None
+        (rows, k), n = codes_TK.shape, weight.shape[0]
+        assert codes_TK.dtype == weight.dtype and weight.shape[1] == k <= LONGEST_SUM
         y = self.empty(rows, n)
         left = map(address, (codes_TK, row_scales_T, weight.packed))
         rest = (*map(address, (column_scales_N, bias_N, residual_TN)), rows, n, k, address(y))
@@ -171,11 +182,11 @@ class CpuKernels(ReferenceKernels):
 
     def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor, rounding: Rounding) -> Tensor:
         """The weight's scales go into the gradient, which is rounded a token and meets the codes exactly."""
-        if weight.codes.dtype != torch.int8:
+        if weight.dtype != torch.int8:
             return super().grad_rows(grad_TN, weight, scales_N, rounding)
         codes, scales = self._gradient_codes("rows", grad_TN, scales_N, rounding)
-        grad = torch.empty(len(grad_TN), weight.codes.shape[1])
-        self._gradient_matmul(codes, scales, self._transposed(weight.codes, rounding.grid), None, grad)
+        grad = torch.empty(len(grad_TN), weight.shape[1])
+        self._gradient_matmul(codes, scales, self._transposed(self.unpack_codes(weight), rounding.grid), None, grad)
         return grad
 
     def add_grad_weight(
@@ -211,19 +222,19 @@ class CpuKernels(ReferenceKernels):
     def _transposed(self, codes_KN: Tensor, left: IntegerFormat) -> PackedCodes:
         """The transpose of int8 codes, packed to be multiplied by codes of the grid `left` from their left."""
         k, n = codes_KN.shape
-        rows, width = round_up(n, 64), round_up(k, 64)
-        packed = torch.empty(rows // 64, 64 * width, dtype=torch.int8)
-        corrections = torch.empty(rows // 64, 64, dtype=torch.int32) if left is INT8 else None
+        rows, width = round_up(n, self.block), round_up(k, 64)
+        packed = torch.empty(rows // self.block, self.block * width, dtype=torch.int8)
+        corrections = torch.empty(rows // self.block, self.block, dtype=torch.int32) if left is INT8 else None
         self.library.qarl_pack_int8_transposed(address(codes_KN), n, k, address(packed), address(corrections))
-        return PackedCodes(codes_KN.t(), packed, corrections)
+        return PackedCodes((n, k), torch.int8, packed, corrections)
 
     def _gradient_matmul(
         self, codes_MK: Tensor, scales_M: Tensor, right: PackedCodes, added_MN: Tensor | None, out_MN: Tensor
     ) -> None:
         """out = (codes * scale) @ right^T, summed as integers, plus `added`, which may be `out` itself."""
-        (rows, k), n = codes_MK.shape, len(right.codes)
+        (rows, k), n = codes_MK.shape, right.shape[0]
         as_float(scales_M, added_MN, out_MN)
-        assert right.codes.shape[1] == k <= LONGEST_SUM and out_MN.shape == (rows, n)
+        assert right.shape[1] == k <= LONGEST_SUM and out_MN.shape == (rows, n)
         left, rest = map(address, (codes_MK, scales_M, right.packed)), (rows, n, k, address(out_MN))
         if codes_MK.dtype == torch.int16:
             self.library.qarl_mixed_matmul(self.integer_level, *left, address(added_MN), *rest)
@@ -261,15 +272,20 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_pack_int4(
             *map(address, (codes_NK, scales_NG)), n, k, k // groups, *map(address, (nibbles, scales))
         )
-        return PackedInt4(codes_NK, scales_NG, nibbles, scales)
+        return PackedInt4((n, k), scales_NG, nibbles, scales)
+
+    def unpack_int4(self, weight: PackedInt4) -> Tensor:
+        codes = torch.empty(weight.shape, dtype=torch.int8)
+        self.library.qarl_unpack_int4(address(weight.nibbles), *weight.shape, address(codes))
+        return codes
 
     def matmul_int4(
         self, x_TK: Tensor, weight: PackedInt4, bias_N: Tensor | None, residual_TN: Tensor | None
     ) -> Tensor:
-        assert weight.nibbles is not None and weight.panel_scales is not None
+        assert weight.panel_scales is not None
         as_float(x_TK, bias_N, residual_TN)
-        (rows, k), n = x_TK.shape, len(weight.codes)
-        assert weight.codes.shape[1] == k, "packed weight and input disagree on K"
+        (rows, k), n = x_TK.shape, weight.shape[0]
+        assert weight.shape[1] == k, "packed weight and input disagree on K"
         y = self.empty(rows, n)
         inputs = map(address, (x_TK, weight.nibbles, weight.panel_scales, bias_N, residual_TN))
         self.library.qarl_matmul_int4(*inputs, rows, n, k, k // weight.scales.shape[1], address(y))

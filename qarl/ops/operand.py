@@ -47,10 +47,10 @@ class IntegerOperand:
     quantizes_rows = True
     is_kernels_alone = True
 
-    @property
-    def codes(self) -> Tensor:
-        """[N, K], as published."""
-        return self.weight.codes
+    def codes(self, some: range | None = None) -> Tensor:
+        """[N, K], or some of its rows, read back from what is multiplied."""
+        whole, offset = whole_blocks(some or range(self.height), kernels().block)
+        return kernels().unpack_codes(self.weight.outputs(whole, kernels().block))[offset:]
 
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         codes_TK, scales_T = rows
@@ -60,16 +60,17 @@ class IntegerOperand:
     @property
     def height(self) -> int:
         """N"""
-        return len(self.codes)
+        return self.weight.shape[0]
 
     def outputs(self, some: range) -> IntegerOperand:
         """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
         at = slice(some.start, some.stop)
-        return IntegerOperand(self.weight.outputs(some), self.scales[at], part_of(self.bias, at), self.rows_grid)
+        weight = self.weight.outputs(some, kernels().block)
+        return IntegerOperand(weight, self.scales[at], part_of(self.bias, at), self.rows_grid)
 
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
-        return self.codes.float() * self.scales[:, None]
+        return self.codes().float() * self.scales[:, None]
 
     def rows_as_float(self, rows: Rows) -> Tensor:
         """The activations that the GEMM really multiplied, fp32 [T, K]."""
@@ -104,10 +105,15 @@ class Int4Operand:
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         return kernels().matmul_int4(rows[0], self.weight, self.bias, residual_TN)
 
+    def codes(self, some: range | None = None) -> Tensor:
+        """[N, K], or some of its rows, read back from what is multiplied."""
+        whole, offset = whole_blocks(some or range(self.height), kernels().panel)
+        return kernels().unpack_int4(self.weight.outputs(whole, kernels().panel))[offset:]
+
     @property
     def height(self) -> int:
         """N"""
-        return len(self.weight.codes)
+        return self.weight.shape[0]
 
     def outputs(self, some: range) -> Int4Operand:
         """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
@@ -116,7 +122,7 @@ class Int4Operand:
 
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
-        return self.weight.dense()
+        return kernels().dense_int4(self.weight)
 
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
@@ -192,7 +198,7 @@ def float_backward(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Seque
 
 def rounds_gradients(operand: Operand) -> bool:
     """Whether its backward pass can multiply codes by a rounded gradient."""
-    is_bytes = isinstance(operand, IntegerOperand) and operand.codes.dtype == torch.int8
+    is_bytes = isinstance(operand, IntegerOperand) and operand.weight.dtype == torch.int8
     return is_bytes and isinstance(kernels(), CpuKernels)
 
 
@@ -262,6 +268,12 @@ def activation_grid(scheme: Scheme) -> IntegerFormat:
     """The grid of an integer scheme's activations."""
     assert scheme.activation is not None and isinstance(scheme.activation.format, IntegerFormat)
     return scheme.activation.format
+
+
+def whole_blocks(some: range, size: int) -> tuple[range, int]:
+    """These rows and those before them in their first one's block, and how many these are."""
+    start = some.start // size * size
+    return range(start, some.stop), some.start - start
 
 
 def part_of(bias: Tensor | None, at: slice) -> Tensor | None:

@@ -39,41 +39,42 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCodes:
-    """Integer weight codes [N, K] and, for kernels that want another layout, the same as `packed` [N / 64, ...].
+    """Integer weight codes of `shape` (N, K) and `dtype`, in the layout of the kernels that packed them.
 
-    `corrections` [N / 64, 64], one for every (padded) column, belong to packed 8-bit codes (see `csrc/gemm_integer.c`).
+    `packed` has rows of the codes, or blocks of such rows, along its first axis. `corrections`, as many for every
+    (padded) row, belong to some layouts of 8-bit codes (see `csrc/gemm_integer.c`).
     """
 
-    codes: Tensor
-    packed: Tensor | None = None
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    packed: Tensor
     corrections: Tensor | None = None
 
-    def outputs(self, some: range) -> PackedCodes:
-        """These rows of the codes, `some` starting at a multiple of 64, without a copy."""
-        packed, corrections = (None if x is None else x[blocks(some, 64)] for x in (self.packed, self.corrections))
-        return PackedCodes(self.codes[some.start : some.stop], packed, corrections)
+    def outputs(self, some: range, block: int) -> PackedCodes:
+        """These rows of the codes, `some` starting at a multiple of `block` rows, without a copy."""
+        at = blocks(some, block)
+        corrections = None if self.corrections is None else self.corrections[at]
+        return PackedCodes((len(some), self.shape[1]), self.dtype, self.packed[at], corrections)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedInt4:
-    """4-bit weight codes [N, K] with scales [N, G] for groups along K; kernels have both in panels as well."""
+    """4-bit weight codes of `shape` (N, K) with scales [N, G] for groups along K, in the kernels' layout.
 
-    codes: Tensor
+    `nibbles` has rows of the codes, or panels of such rows, along its first axis; kernels have scales in panels too.
+    """
+
+    shape: tuple[int, int]
     scales: Tensor
-    nibbles: Tensor | None = None
+    nibbles: Tensor
     panel_scales: Tensor | None = None
 
     def outputs(self, some: range, panel: int) -> PackedInt4:
-        """These rows of the codes, `some` starting at a multiple of the kernels' `panel`, without a copy."""
-        at = slice(some.start, some.stop)
-        packed = (None if x is None else x[blocks(some, panel)] for x in (self.nibbles, self.panel_scales))
-        return PackedInt4(self.codes[at], self.scales[at], *packed)
-
-    def dense(self) -> Tensor:
-        """The weight that the codes stand for, fp32 [N, K]."""
-        groups_NGE = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
-        weight: Tensor = (groups_NGE * self.scales[..., None]).flatten(1)
-        return weight
+        """These rows of the codes, `some` starting at a multiple of `panel` rows, without a copy."""
+        at = blocks(some, panel)
+        panel_scales = None if self.panel_scales is None else self.panel_scales[at]
+        scales = self.scales[some.start : some.stop]
+        return PackedInt4((len(some), self.shape[1]), scales, self.nibbles[at], panel_scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,13 @@ def shape_of(store: KVStore) -> tuple[int, int, int]:
 class ReferenceKernels:
     """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`.
 
-    `panel`: output columns that a packed fp32 or 4-bit weight holds together.
+    `panel`: output columns that a packed fp32 or 4-bit weight holds together; `block`: those of packed integer codes.
     """
 
     name = "reference"
     exact_matmul = False
     panel = 1
+    block = 1
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * gain, row by row."""
@@ -167,7 +169,11 @@ class ReferenceKernels:
 
     def pack_codes(self, codes_NK: Tensor, grid: IntegerFormat = INT8) -> PackedCodes:
         """Weight codes of a grid (int8, or int16 in [-2047, 2047]) in the layout that `integer_matmul` wants."""
-        return PackedCodes(codes_NK)
+        return PackedCodes((codes_NK.shape[0], codes_NK.shape[1]), codes_NK.dtype, codes_NK)
+
+    def unpack_codes(self, weight: PackedCodes) -> Tensor:
+        """The codes [N, K] that `pack_codes` packed."""
+        return weight.packed
 
     def integer_matmul(
         self,
@@ -184,14 +190,14 @@ class ReferenceKernels:
         """
         if codes_TK.dtype == torch.int16:
             # Sums of up to 2^53 / 2^22 products are exact in float64.
-            accumulator_TN = codes_TK.double() @ weight.codes.double().t()
+            accumulator_TN = codes_TK.double() @ self.unpack_codes(weight).double().t()
         else:
-            accumulator_TN = torch._int_mm(codes_TK, weight.codes.t())
+            accumulator_TN = torch._int_mm(codes_TK, self.unpack_codes(weight).t())
         return self.dequantize(accumulator_TN, row_scales_T, column_scales_N, bias_N, residual_TN)
 
     def grad_rows(self, grad_TN: Tensor, weight: PackedCodes, scales_N: Tensor, rounding: Rounding) -> Tensor:
         """grad @ dequantized weight, [T, K]: the gradient of an integer product with respect to its rows."""
-        return (grad_TN * scales_N) @ weight.codes.float()
+        return (grad_TN * scales_N) @ self.unpack_codes(weight).float()
 
     def add_grad_weight(
         self,
@@ -237,13 +243,23 @@ class ReferenceKernels:
 
     def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
         """4-bit codes (held in int8) with one scale a group along K, in the layout that `matmul_int4` wants."""
-        return PackedInt4(codes_NK, scales_NG)
+        return PackedInt4((codes_NK.shape[0], codes_NK.shape[1]), scales_NG, codes_NK)
+
+    def unpack_int4(self, weight: PackedInt4) -> Tensor:
+        """The codes int8 [N, K] that `pack_int4` packed."""
+        return weight.nibbles
+
+    def dense_int4(self, weight: PackedInt4) -> Tensor:
+        """code * scale, fp32 [N, K]."""
+        groups_NGE = self.unpack_int4(weight).float().unflatten(1, (weight.scales.shape[1], -1))
+        dense: Tensor = (groups_NGE * weight.scales[..., None]).flatten(1)
+        return dense
 
     def matmul_int4(
         self, x_TK: Tensor, weight: PackedInt4, bias_N: Tensor | None, residual_TN: Tensor | None
     ) -> Tensor:
         """x @ (code * scale)^T in fp32, plus bias, plus residual: `matmul` of the expanded weight."""
-        return self.matmul(x_TK, weight.dense(), len(weight.codes), bias_N, residual_TN)
+        return self.matmul(x_TK, self.dense_int4(weight), weight.shape[0], bias_N, residual_TN)
 
     def split_rotate(
         self,

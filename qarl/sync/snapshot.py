@@ -5,7 +5,7 @@ Shape letters: N output channels, K input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,38 +13,75 @@ from torch import Tensor
 from qarl.errors import RunError
 from qarl.models.decoder import HEAD, Decoder
 from qarl.ops.linear import Projection
-from qarl.ops.operand import IntegerOperand, Operand, operand_of, quantize_weight
+from qarl.ops.operand import FloatOperand, Int4Operand, IntegerOperand, Operand, operand_of, quantize_weight
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import Scheme, scheme_named
 from qarl.records import Snapshot
-from qarl.sync.checksum import checksum
+from qarl.sync.checksum import checksum, combine, digests
+
+
+class Published(Mapping[str, Tensor]):
+    """A version's tensors by name. Codes are read back from the operand that multiplies them whenever they are asked
+    for: they are not held twice, and a byte that changes there is seen.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._packed: dict[str, tuple[IntegerOperand | Int4Operand, range]] = {}
+        self._digests: dict[str, str] = {}
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Publish a tensor as it is."""
+        self._digests |= digests({name: tensor})
+        self._held[name] = tensor
+
+    def hold_packed(self, name: str, codes: Tensor, operand: IntegerOperand | Int4Operand, rows: range) -> None:
+        """Publish codes that are these rows of the operand's; `codes` itself is not kept."""
+        self._digests |= digests({name: codes})
+        self._packed[name] = operand, rows
+
+    def checksum(self) -> str:
+        """Of the tensors as they were when they were published."""
+        return combine(self._digests)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._held:
+            return self._held[name]
+        operand, rows = self._packed[name]
+        return operand.codes(rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
 
 
 def take_snapshot(decoder: Decoder, schemes: Mapping[str, Scheme], version: int) -> Snapshot:
     """Quantize the decoder's master weights; `schemes` names the quantized modules, the rest stay full precision.
 
-    Embeddings, norms and biases are copied. A matrix served in full precision is the master itself, valid until
-    the learner's next update; the copy that is served is its operand. RunError for a NaN or an infinity.
+    Norms and biases are copied. Embeddings, and a matrix that is served in full precision, are the masters themselves,
+    valid until the learner's next update; what multiplies such a matrix is a copy. RunError for a NaN or an infinity.
     """
-    tensors: dict[str, Tensor] = {}
+    published = Published()
     operands: dict[str, Operand] = {}
     with torch.no_grad():
         for projection in decoder.projections():
             biases = [None if x.bias is None else x.bias.detach().clone() for x in projection.linears]
             weights = [linear.weight.detach() for linear in projection.linears]
-            operand = _publish(projection.names, weights, biases, schemes, tensors)
-            operands[projection.names[0]] = operand
+            operands[projection.names[0]] = _publish(projection.names, weights, biases, schemes, published)
         head = decoder.head_weight().detach()[: decoder.vocab_size]
-        head_tensors: dict[str, Tensor] = {}
-        operands[HEAD] = _publish((HEAD,), [head], [None], schemes, head_tensors)
-        if HEAD in schemes or not decoder.config.tie_embeddings:
-            tensors |= head_tensors
+        is_apart = HEAD in schemes or not decoder.config.tie_embeddings
+        operands[HEAD] = (
+            _publish((HEAD,), [head], [None], schemes, published) if is_apart else operand_of([head], [None])
+        )
         for name, parameter in decoder.named_parameters():
-            if name.endswith(("norm.weight", "layernorm.weight", "embed_tokens.weight")):
-                tensors[name] = parameter.detach().clone()
-    _refuse_non_finite(tensors)
+            if name.endswith(("norm.weight", "layernorm.weight")):
+                published.hold(name, _finite(name, parameter.detach().clone()))
+            elif name.endswith("embed_tokens.weight"):
+                published.hold(name, _finite(name, parameter.detach()))
     names = {module: scheme.name for module, scheme in schemes.items()}
-    return Snapshot(version, tensors, names, checksum(tensors), operands)
+    return Snapshot(version, published, names, published.checksum(), operands)
 
 
 def operands_of(decoder: Decoder, snapshot: Snapshot) -> Mapping[str, Operand]:
@@ -80,35 +117,38 @@ def _publish(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     schemes: Mapping[str, Scheme],
-    tensors: dict[str, Tensor],
+    published: Published,
 ) -> Operand:
-    """One operand of sibling matrices; their codes and scales, or themselves, go to `tensors`."""
+    """One operand of sibling matrices; their codes and scales, or themselves, are published."""
     parts: list[QTensor | Tensor] = [
-        quantize_weight(weight, schemes[name], f"{name}.weight") if name in schemes else weight
+        quantize_weight(weight, schemes[name], f"{name}.weight")
+        if name in schemes
+        else _finite(f"{name}.weight", weight)
         for name, weight in zip(names, weights, strict=True)
     ]
     operand = operand_of(parts, biases)
     first_row = 0
     for name, part, bias in zip(names, parts, biases, strict=True):
         if bias is not None:
-            tensors[f"{name}.bias"] = bias
+            published.hold(f"{name}.bias", _finite(f"{name}.bias", bias))
         if isinstance(part, Tensor):
-            tensors[f"{name}.weight"] = part
+            published.hold(f"{name}.weight", part)
             continue
-        rows = slice(first_row, first_row := first_row + len(part.codes))
-        # Siblings' codes are views of the stacked operand: the bytes that are served are the bytes that are summed.
-        codes = operand.codes[rows] if isinstance(operand, IntegerOperand) else part.codes
-        tensors[f"{name}.weight"] = codes
-        tensors[f"{name}.weight_scale"] = part.scale
+        rows = range(first_row, first_row := first_row + len(part.codes))
+        if isinstance(operand, FloatOperand):
+            published.hold(f"{name}.weight", part.codes)
+        else:
+            published.hold_packed(f"{name}.weight", part.codes, operand, rows)
+        published.hold(f"{name}.weight_scale", part.scale)
     return operand
 
 
-def _refuse_non_finite(tensors: Mapping[str, Tensor]) -> None:
-    """What is quantized was checked by its quantizer; this is for the rest, before it is served or saved."""
-    for name, tensor in tensors.items():
-        # The extremes of a tensor show a NaN or an infinity without a mask as large as the tensor.
-        if tensor.dtype == torch.float32 and not all(bool(x.isfinite()) for x in torch.aminmax(tensor)):
-            raise RunError(f"{name}: non-finite values; the update before was too large (learner.lr, max_grad_norm)")
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, checked before it is served or saved; what is quantized is checked by its quantizer."""
+    # The extremes of a tensor show a NaN or an infinity without a mask as large as the tensor.
+    if not all(bool(x.isfinite()) for x in torch.aminmax(tensor)):
+        raise RunError(f"{name}: non-finite values; the update before was too large (learner.lr, max_grad_norm)")
+    return tensor
 
 
 def _receive(projection: Projection, snapshot: Snapshot) -> Operand:

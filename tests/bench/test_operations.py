@@ -44,10 +44,12 @@ def test_an_update_is_forward_twice_where_recomputed_and_backward() -> None:
 
 
 def test_a_weight_counts_in_its_own_format_and_without_padding() -> None:
-    codes = torch.zeros(6, 64, dtype=torch.int8)
-    assert size_bytes(PackedCodes(codes, corrections=torch.zeros(64, dtype=torch.int32))) == 6 * 64
-    assert size_bytes(PackedCodes(codes.to(torch.int16))) == 2 * 6 * 64
-    assert size_bytes(PackedInt4(codes, torch.zeros(6, 2), nibbles=torch.zeros(1, 64, 16))) == 6 * 64 // 2 + 4 * 6 * 2
+    bytes_, nibbles = torch.zeros(1, 64 * 64, dtype=torch.int8), torch.zeros(1, 64 * 32, dtype=torch.uint8)
+    corrections = torch.zeros(1, 64, dtype=torch.int32)
+    assert size_bytes(PackedCodes((6, 64), torch.int8, bytes_, corrections)) == 6 * 64
+    assert size_bytes(PackedCodes((6, 64), torch.int8, nibbles, corrections)) == 6 * 64 // 2
+    assert size_bytes(PackedCodes((6, 64), torch.int16, bytes_.to(torch.int16))) == 2 * 6 * 64
+    assert size_bytes(PackedInt4((6, 64), torch.zeros(6, 2), nibbles)) == 6 * 64 // 2 + 4 * 6 * 2
 
 
 def test_rows_are_read_and_written_once() -> None:

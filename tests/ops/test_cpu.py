@@ -173,7 +173,8 @@ def test_the_4_bit_product_has_the_bits_of_the_expanded_weight(cpu: CpuKernels, 
     bias, residual = torch.randn(n), torch.randn(rows, n)
     packed = cpu.pack_int4(codes, scales)
     weight = (codes.float().view(n, -1, group) * scales[..., None]).view(n, k)
-    assert torch.equal(packed.dense(), weight)
+    assert torch.equal(cpu.unpack_int4(packed), codes)
+    assert torch.equal(cpu.dense_int4(packed), weight)
     expected = cpu.matmul(x, cpu.pack(weight), n, bias, residual)
     assert torch.equal(cpu.matmul_int4(x, packed, bias, residual), expected)
 
@@ -238,7 +239,6 @@ def test_4_bit_weights_have_the_products_of_the_same_codes_in_bytes(each_level: 
     weight = torch.randint(-8, 8, (n, k)).to(torch.int8)
     scales, bias = torch.rand(n), torch.randn(n)
     packed, nibbles = each_level.pack_codes(weight), each_level.pack_codes(weight, INT4)
-    assert packed.packed is not None and nibbles.packed is not None
     assert 2 * nibbles.packed.nbytes == packed.packed.nbytes
     for rows in (1, 2, 7, 17, 40):
         codes, row_scales, residual = (
@@ -250,6 +250,19 @@ def test_4_bit_weights_have_the_products_of_the_same_codes_in_bytes(each_level: 
         assert torch.equal(found[0], found[1])
         exact = codes.double() @ weight.double().t() * row_scales.double()[:, None] * scales + bias + residual
         assert within(found[1], exact, 1e-2)
+
+
+@pytest.mark.parametrize("grid", [INT4, INT8, INT12], ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 3), (33, 65), (64, 64), (200, 130)])
+def test_packed_codes_can_be_read_back_whole_or_in_part(each_level: CpuKernels, grid, n, k):
+    largest = int(grid.largest)
+    codes = torch.randint(-largest, largest + 1, (n, k)).to(grid.code_dtype)
+    packed = each_level.pack_codes(codes, grid)
+    assert torch.equal(each_level.unpack_codes(packed), codes)
+    if n > 64:
+        assert torch.equal(
+            each_level.unpack_codes(packed.outputs(range(64, n - 7), each_level.block)), codes[64 : n - 7]
+        )
 
 
 @pytest.mark.parametrize("weight", [-8, -7, 7])
@@ -612,10 +625,9 @@ def test_integer_gradients_are_exact_at_their_longest_and_largest(each_level: Cp
 def test_the_transpose_of_codes_is_packed_as_those_codes_are(cpu: CpuKernels, k, n):
     codes = torch.randint(-127, 128, (k, n), dtype=torch.int8)
     found, expected = cpu._transposed(codes, INT8), cpu.pack_codes(codes.t().contiguous())
-    assert found.packed is not None and expected.packed is not None
     assert torch.equal(found.packed, expected.packed)
     for packed in (found, expected):
-        assert torch.equal(packed.codes, codes.t())
+        assert torch.equal(cpu.unpack_codes(packed), codes.t())
         assert packed.corrections is not None
         assert packed.corrections.flatten().tolist() == [*(-128 * codes.sum(0)).tolist(), *[0] * (-n % 64)]
 

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from qarl.errors import RunError
-from qarl.ops.operand import IntegerOperand
+from qarl.ops.operand import Int4Operand, IntegerOperand
 from qarl.quant import SCHEMES, QTensor, QuantConfig, dequantize, plan_schemes, quantize, scheme_named
 from qarl.sync.checksum import checksum
 from qarl.sync.snapshot import operands_of, take_snapshot, unquantized, verify
 
+EMBEDDING = "model.embed_tokens.weight"
 DOWN = "model.layers.1.mlp.down_proj"
 QKV = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
 
@@ -55,16 +56,16 @@ def test_codes_and_scales_are_those_of_the_masters(small, scheme: str):
         assert torch.equal(snapshot.tensors[f"{module}.weight_scale"], expected.scale)
 
 
-def test_the_codes_of_siblings_are_views_of_the_stacked_operand(small):
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w4a8-int8", "w4a16"])
+def test_codes_that_are_served_are_those_that_are_verified(small, scheme: str):
     decoder = small.decoder()
-    snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), 0)
+    snapshot = take_snapshot(decoder, schemes_for(decoder, scheme), 0)
+    verify(snapshot)
     assert snapshot.operands is not None
     operand = snapshot.operands[QKV[0]]
-    assert isinstance(operand, IntegerOperand)
-    starts = [snapshot.tensors[f"{module}.weight"].data_ptr() - operand.codes.data_ptr() for module in QKV]
-    assert starts == [0, 128 * 128, (128 + 64) * 128]
-    # So a byte that is not what was published is seen, wherever it is changed.
-    operand.codes[150, 3] ^= 1
+    assert isinstance(operand, IntegerOperand | Int4Operand)
+    served = operand.weight.packed if isinstance(operand, IntegerOperand) else operand.weight.nibbles
+    served[1].view(-1)[3] ^= 1
     with pytest.raises(RunError, match="changed between publishing and loading"):
         verify(snapshot)
 
@@ -77,19 +78,30 @@ def test_without_a_scheme_the_masters_are_published(small):
         assert torch.equal(snapshot.tensors[name], parameter)
 
 
-def test_what_is_served_does_not_move_with_the_masters(small):
+def test_what_is_multiplied_does_not_move_with_the_masters(small):
     small = untied(small)
     for scheme in ("none", "w8a8-int8", "fp8"):
         decoder = small.decoder()
         snapshot = take_snapshot(decoder, schemes_for(decoder, scheme), 0)
         assert snapshot.operands is not None
-        held = {name: tensor.clone() for name, tensor in unquantized(snapshot).items()}
+        gains = {name: tensor for name, tensor in unquantized(snapshot).items() if name != EMBEDDING}
+        held = {name: tensor.clone() for name, tensor in gains.items()}
         dense = {name: operand.dense().clone() for name, operand in snapshot.operands.items()}
         with torch.no_grad():
             for parameter in decoder.parameters():
                 parameter.add_(1.0)
-        assert all(torch.equal(tensor, held[name]) for name, tensor in unquantized(snapshot).items())
+        assert len(gains) > 1 and all(torch.equal(tensor, held[name]) for name, tensor in gains.items())
         assert all(torch.equal(operand.dense(), dense[name]) for name, operand in snapshot.operands.items())
+
+
+def test_embeddings_are_the_masters_and_no_longer_verified_once_they_were_trained(small):
+    decoder = small.decoder()
+    snapshot = take_snapshot(decoder, schemes_for(decoder, "w8a8-int8"), 0)
+    assert snapshot.tensors[EMBEDDING].data_ptr() == decoder.model.embed_tokens.weight.data_ptr()
+    with torch.no_grad():
+        decoder.model.embed_tokens.weight[3, 4] += 1e-3
+    with pytest.raises(RunError, match="changed between publishing and loading"):
+        verify(snapshot)
 
 
 @pytest.mark.parametrize("head", ["none", "w8a8-int8"])

@@ -6,14 +6,18 @@
 
 #include "lanes.h"
 
+#include <omp.h>
+
 // ---------------------------------------------------------------------------------------------- rope
 
-// Rotate one head in the half-split layout: (a, b) -> (a cos - b sin, b cos + a sin).
-static void rotate(const float *x, const float *cosine, const float *sine, int64_t half, float *y) {
+// Rotate one head in the half-split layout by an angle, or by its opposite with `direction` -1:
+// (a, b) -> (a cos - b sin, b cos + a sin).
+ALWAYS_INLINE void rotate(const float *x, const float *cosine, const float *sine, float direction, int64_t half,
+                          float *y) {
     for (int64_t i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
-        y[i] = a * cosine[i] - b * sine[i];
-        y[i + half] = b * cosine[i] + a * sine[i];
+        float a = x[i], b = x[i + half], s = direction * sine[i];
+        y[i] = a * cosine[i] - b * s;
+        y[i + half] = b * cosine[i] + a * s;
     }
 }
 
@@ -60,9 +64,9 @@ void qarl_split_rotate(const float *qkv, const int64_t *positions, const int64_t
                     x = normed;
                 }
                 if (h < heads) {
-                    rotate(x, cosine, sine, half, q + (t * heads + h) * d);
+                    rotate(x, cosine, sine, 1, half, q + (t * heads + h) * d);
                 } else {
-                    rotate(x, cosine, sine, half, rotated);
+                    rotate(x, cosine, sine, 1, half, rotated);
                     put(&keys, place(&keys, slots[t], h - heads), d, rotated);
                 }
             }
@@ -84,10 +88,7 @@ void qarl_split_rotate_backward(const float *dq, const float *dk, const float *d
         float *out = grad + t * (heads + 2 * kv_heads) * d;
         for (int64_t h = 0; h < heads + kv_heads; h++) {
             const float *x = h < heads ? dq + (t * heads + h) * d : dk + (t * kv_heads + h - heads) * d;
-            for (int64_t i = 0; i < half; i++) {
-                out[h * d + i] = x[i] * cosine[i] + x[i + half] * sine[i];
-                out[h * d + i + half] = x[i + half] * cosine[i] - x[i] * sine[i];
-            }
+            rotate(x, cosine, sine, -1, half, out + h * d);
         }
         memcpy(out + (heads + kv_heads) * d, dv + t * kv_heads * d, kv_heads * d * sizeof(float));
     }
@@ -142,18 +143,20 @@ ALWAYS_INLINE int64_t at_row(const walk *w, int64_t j) { return place(w->store, 
 
 #define VECTORS_AHEAD 16  // of this head, into the first-level cache
 
-// Ask for vectors to come, which lie where the processor does not expect them. Few can be on their way to the nearest
-// cache at a time: so those of the next head are asked for while this one is computed, and only come nearer.
+// Ask for a vector of one head, where the processor does not expect it; `locality` as __builtin_prefetch has it.
+#define ASK_FOR(store, at, d, locality)                                                                               \
+    do {                                                                                                               \
+        int64_t size = (store)->values ? 4 : 1;                                                                        \
+        const char *start = (store)->values ? (const char *)(store)->values : (const char *)(store)->codes;           \
+        start += (at) * (d) * size;                                                                                    \
+        for (int64_t byte = 0; byte < (d) * size; byte += 64) __builtin_prefetch(start + byte, 0, locality);          \
+    } while (0)
+
+// Ask for vectors to come. Few can be on their way to the nearest cache at a time: so those of the next head are asked
+// for while this one is computed, and only come nearer.
 ALWAYS_INLINE void look_ahead(const walk *w, int64_t j, int64_t d) {
-    int64_t lines = w->store->values ? (4 * d + 63) / 64 : (d + 63) / 64, size = w->store->values ? 4 : 1;
-    const char *base = w->store->values ? (const char *)w->store->values : (const char *)w->store->codes;
-    if (j + VECTORS_AHEAD < w->padded)
-        for (int64_t i = 0; i < lines; i++)
-            __builtin_prefetch(base + at_row(w, j + VECTORS_AHEAD) * d * size + 64 * i, 0, 3);
-    if (!w->next_store) return;
-    const char *next = w->store->values ? (const char *)w->next_store->values : (const char *)w->next_store->codes;
-    next += place(w->next_store, w->rows[j], w->next_head) * d * size;
-    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, 2);
+    if (j + VECTORS_AHEAD < w->padded) ASK_FOR(w->store, at_row(w, j + VECTORS_AHEAD), d, 3);
+    if (w->next_store) ASK_FOR(w->next_store, place(w->next_store, w->rows[j], w->next_head), d, 2);
 }
 
 #define MOST_HEADS 4  // query heads of one kv head that are computed together
@@ -262,7 +265,8 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
     int64_t room = (longest + LANES - 1) / LANES * LANES;
     kv_store keys = {key_values, key_codes, key_scales, row_step, head_step};
     kv_store values = {value_values, value_codes, value_scales, row_step, head_step};
-    int64_t grain = queries > 16 ? kv_heads : 1;  // a query to a thread, unless there are too few to go round
+    // A thread takes all heads of a query, whose rows it then gathers once; one head where queries are too few.
+    int64_t grain = queries < 4 * omp_get_max_threads() ? 1 : kv_heads;
 #pragma omp parallel if (queries * longest * heads * d > 16384)
     {
         float *scores = aligned_alloc(64, MOST_HEADS * room * sizeof(float));
@@ -275,7 +279,7 @@ void qarl_attention(const float *q, float *key_values, int8_t *key_codes, float 
                 gathered = t;
                 // Values are read after their keys, and the next head's keys after these values.
                 walk key_walk = {&keys, g, &values, g, rows, padded};
-                walk value_walk = {&values, g, g + 1 < kv_heads ? &keys : NULL, g + 1, rows, padded};
+                walk value_walk = {&values, g, g + 1 < kv_heads && grain > 1 ? &keys : NULL, g + 1, rows, padded};
                 for (int64_t r = 0; r < repeat; r += together) {
                     int64_t count = repeat - r < together ? repeat - r : together, h = t * heads + g * repeat + r;
                     attend(q + h * d, &key_walk, &value_walk, visible[t], count, d, scale, scores, out + h * d,

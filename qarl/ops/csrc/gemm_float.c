@@ -134,6 +134,17 @@ void qarl_pack_int4(const int8_t *codes, const float *scales, int64_t n, int64_t
         }
 }
 
+// What qarl_pack_int4 packed: codes [n, k].
+void qarl_unpack_int4(const uint8_t *nibbles, int64_t n, int64_t k, int8_t *codes) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < n; row++) {
+        int64_t c = row % PANEL;
+        const uint8_t *column = nibbles + row / PANEL * k * LANES + c % LANES;
+        int shift = c < LANES ? 0 : 4;
+        for (int64_t i = 0; i < k; i++) codes[row * k + i] = (int8_t)((column[i * LANES] >> shift & 15) - 8);
+    }
+}
+
 #if LANES == 16
 typedef uint64_t nibble_row __attribute__((vector_size(16)));
 #elif LANES == 8

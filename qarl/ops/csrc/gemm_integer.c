@@ -121,6 +121,54 @@ void qarl_pack_int12(int level, const int16_t *codes, int64_t n, int64_t k, void
     }
 }
 
+// The first `rows` rows of a packed panel, as codes [rows, k] of `size` bytes.
+static void unpack_panel(const char *panel, int64_t rows, int64_t k, int64_t size, char *codes) {
+    int64_t group = 4 * size;
+    for (int64_t c = 0; c < rows; c++) {
+        char *row = codes + c * k * size;
+        for (int64_t g = 0; g < k / 4; g++) memcpy(row + g * group, panel + (g * COLUMNS + c) * group, group);
+        memcpy(row + k / 4 * group, panel + (k / 4 * COLUMNS + c) * group, k % 4 * size);
+    }
+}
+
+// What qarl_pack_int8 or, with `nibbles`, qarl_pack_nibbles packed: codes [n, k].
+void qarl_unpack_int8(int nibbles, const void *packed, int64_t n, int64_t k, int8_t *codes) {
+    packed_codes from = {nibbles ? NULL : packed, nibbles ? packed : NULL};
+    int64_t width = round_up(k, K_MULTIPLE);
+#pragma omp parallel
+    {
+        int8_t *room = room_for(&from, 1, width);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < n; first += COLUMNS) {
+            const int8_t *panel = panels_of(&from, first / COLUMNS, 1, width, room);
+            unpack_panel((const char *)panel, at_most(COLUMNS, n - first), k, 1, (char *)codes + first * k);
+        }
+        free(room);
+    }
+}
+
+// What qarl_pack_int12 packed at this level: codes [n, k].
+void qarl_unpack_int12(int level, const void *packed, int64_t n, int64_t k, int16_t *codes) {
+#pragma omp parallel
+    {
+        int8_t *planes = malloc(2 * COLUMNS * k), *low = planes + COLUMNS * k;
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < n; first += COLUMNS) {
+            int64_t rows = at_most(COLUMNS, n - first);
+            const char *panel = (const char *)packed + 2 * (first / COLUMNS) * panel_size(k);
+            int16_t *out = codes + first * k;
+            if (level != 2) {
+                unpack_panel(panel, rows, k, 2, (char *)out);
+                continue;
+            }
+            unpack_panel(panel, rows, k, 1, (char *)planes);
+            unpack_panel(panel + panel_size(k), rows, k, 1, (char *)low);
+            for (int64_t i = 0; i < rows * k; i++) out[i] = (int16_t)(256 * planes[i] + low[i]);
+        }
+        free(planes);
+    }
+}
+
 // The transpose of int8 codes [k, n] packed in the same way: columns of `codes` become outputs.
 void qarl_pack_int8_transposed(const int8_t *codes, int64_t n, int64_t k, int8_t *packed, int32_t *corrections) {
     int64_t groups = round_up(k, K_MULTIPLE) / 4, panels = round_up(n, COLUMNS * BLOCK_PANELS) / COLUMNS;
