@@ -28,7 +28,7 @@ from qarl.models.load import load_folder
 from qarl.models.save import save_folder
 from qarl.ops.head import token_logprobs
 from qarl.ops.kernels import kernels
-from qarl.ops.operand import rounds_gradients
+from qarl.ops.operand import Operand, rounds_gradients
 from qarl.ops.reference import Rounding
 from qarl.optim.clipping import clip_grad_norm
 from qarl.quant.formats import INT8, INT16, IntegerFormat
@@ -103,7 +103,8 @@ class LocalLearner:
         self.version += 1
         # Requantizing made this snapshot before the batch counted as trained.
         self._snapshot = dataclasses.replace(self._snapshot, version=self.version)
-        return merge(reports) | {"quant/codes_flipped": codes_flipped(published, self._snapshot)}
+        before, after = (operands_of(self.decoder, snapshot) for snapshot in (published, self._snapshot))
+        return merge(reports) | {"quant/codes_flipped": codes_flipped(before, after)}
 
     def save(self, folder: Path) -> None:
         """Masters as a Hugging Face folder `model/`, optimizer state and counters beside it."""
@@ -302,16 +303,8 @@ def dither_seed(version: int, update: int, micro_batch: int, projection: str) ->
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def codes_flipped(before: Snapshot, after: Snapshot) -> Mean:
-    """The share of weight codes that differ between two versions."""
-    changed = total = 0
-    for module in after.schemes:
-        old, new = (_bits(snapshot.tensors[f"{module}.weight"]) for snapshot in (before, after))
-        changed += int(torch.count_nonzero(old != new))
-        total += new.numel()
-    return Mean(changed, total)
-
-
-def _bits(codes: Tensor) -> Tensor:
-    """Codes as integers of their size, since 8-bit floats cannot be compared."""
-    return codes.view({1: torch.uint8, 2: torch.int16}[codes.element_size()])
+def codes_flipped(before: Mapping[str, Operand], after: Mapping[str, Operand]) -> Mean:
+    """The share of weight codes that differ between two versions' operands."""
+    quantized = [name for name, operand in after.items() if operand.num_codes]
+    changed = sum(after[name].codes_changed(before[name]) for name in quantized)
+    return Mean(changed, sum(after[name].num_codes for name in quantized))

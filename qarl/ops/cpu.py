@@ -157,6 +157,24 @@ class CpuKernels(ReferenceKernels):
             self.library.qarl_unpack_int8(weight.packed.dtype == torch.uint8, *rest)
         return codes
 
+    def changed_codes(self, before: PackedCodes, after: PackedCodes) -> int:
+        if before.dtype == torch.int8:
+            return self._count_changed(before.packed, after.packed, 4 if after.packed.dtype == torch.uint8 else 8)
+        if self.integer_level < 2:
+            return self._count_changed(before.packed, after.packed, 16)
+        panels = (before.packed.view(4 * len(before.packed), -1), after.packed.view(4 * len(after.packed), -1))
+        return self._count_changed(*panels, 8, planes=True)
+
+    def changed_int4(self, before: PackedInt4, after: PackedInt4) -> int:
+        return self._count_changed(before.nibbles, after.nibbles, 4)
+
+    def _count_changed(self, before: Tensor, after: Tensor, bits: int, planes: bool = False) -> int:
+        assert before.shape == after.shape and before.dtype == after.dtype
+        changed, blocks = torch.empty(1, dtype=torch.int64), len(after)
+        sizes = (blocks, after.nbytes // blocks, bits, planes)
+        self.library.qarl_count_changed(address(before), address(after), *sizes, address(changed))
+        return int(changed)
+
     def integer_matmul(
         self,
         codes_TK: Tensor,

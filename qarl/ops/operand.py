@@ -52,6 +52,15 @@ class IntegerOperand:
         whole, offset = whole_blocks(some or range(self.height), kernels().block)
         return kernels().unpack_codes(self.weight.outputs(whole, kernels().block))[offset:]
 
+    @property
+    def num_codes(self) -> int:
+        return self.weight.shape[0] * self.weight.shape[1]
+
+    def codes_changed(self, before: Operand) -> int:
+        """How many codes differ from those of the version before."""
+        assert isinstance(before, IntegerOperand)
+        return kernels().changed_codes(before.weight, self.weight)
+
     def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
         codes_TK, scales_T = rows
         assert scales_T is not None
@@ -111,6 +120,15 @@ class Int4Operand:
         return kernels().unpack_int4(self.weight.outputs(whole, kernels().panel))[offset:]
 
     @property
+    def num_codes(self) -> int:
+        return self.weight.shape[0] * self.weight.shape[1]
+
+    def codes_changed(self, before: Operand) -> int:
+        """How many codes differ from those of the version before."""
+        assert isinstance(before, Int4Operand)
+        return kernels().changed_int4(before.weight, self.weight)
+
+    @property
     def height(self) -> int:
         """N"""
         return self.weight.shape[0]
@@ -137,14 +155,14 @@ class FloatOperand:
     """fp32 GEMM in a fixed order on packed weights: full precision, and the reference of fp8.
 
     For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
-    values their codes stand for. `is_master`: the weight is an unquantized master.
+    values their codes stand for; `quantized` are the weight's codes [N, K], None of an unquantized master.
     """
 
     packed: Tensor
     shape: tuple[int, int]
     bias: Tensor | None
+    quantized: Tensor | None = None
     activation: Quantizer | None = None
-    is_master: bool = False
 
     quantizes_rows = False
     rows_grid = None
@@ -166,11 +184,27 @@ class FloatOperand:
     def outputs(self, some: range) -> FloatOperand:
         """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
         packed, bias = self.packed[blocks(some, kernels().panel)], part_of(self.bias, slice(some.start, some.stop))
-        return FloatOperand(packed, (len(some), self.shape[1]), bias, self.activation, self.is_master)
+        codes = None if self.quantized is None else self.quantized[some.start : some.stop]
+        return FloatOperand(packed, (len(some), self.shape[1]), bias, codes, self.activation)
+
+    def codes(self, some: range | None = None) -> Tensor:
+        """[N, K], or some of its rows."""
+        assert self.quantized is not None, "full precision has no codes"
+        return self.quantized if some is None else self.quantized[some.start : some.stop]
+
+    @property
+    def num_codes(self) -> int:
+        return 0 if self.quantized is None else self.quantized.numel()
+
+    def codes_changed(self, before: Operand) -> int:
+        """How many codes differ from those of the version before."""
+        assert isinstance(before, FloatOperand)
+        # Compared as bytes, since 8-bit floats cannot be.
+        return int(torch.count_nonzero(self.codes().view(torch.uint8) != before.codes().view(torch.uint8)))
 
     def dense(self, master: Tensor | None = None) -> Tensor:
         """The weight as multiplied; in full precision that is `master`, where the caller has it, without a copy."""
-        if master is not None and self.is_master:
+        if master is not None and self.quantized is None:
             return master.detach()[: self.shape[0]]
         return kernels().unpack(self.packed, self.shape[0])
 
@@ -224,7 +258,7 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     first = parts[0]
     if isinstance(first, Tensor):
         weight = stack([p for p in parts if isinstance(p, Tensor)])
-        return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, is_master=True)
+        return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias)
     quantized = [p for p in parts if isinstance(p, QTensor)]
     assert len(quantized) == len(parts) and all(p.scheme is first.scheme for p in quantized)
     if is_integer(first.scheme):
@@ -234,8 +268,9 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     if is_weight_only_int4(first.scheme):
         codes, scales = stack([p.codes for p in quantized]), stack([p.scale for p in quantized])
         return Int4Operand(kernels().pack_int4(codes, scales), bias)
-    weight = stack([dequantize(p) for p in quantized])
-    return FloatOperand(kernels().pack(weight), (len(weight), weight.shape[1]), bias, first.scheme.activation)
+    weight, codes = stack([dequantize(p) for p in quantized]), stack([p.codes for p in quantized])
+    shape = (len(weight), weight.shape[1])
+    return FloatOperand(kernels().pack(weight), shape, bias, codes, first.scheme.activation)
 
 
 def is_integer(scheme: Scheme) -> bool:

@@ -175,6 +175,10 @@ class ReferenceKernels:
         """The codes [N, K] that `pack_codes` packed."""
         return weight.packed
 
+    def changed_codes(self, before: PackedCodes, after: PackedCodes) -> int:
+        """How many codes differ."""
+        return int(torch.count_nonzero(self.unpack_codes(before) != self.unpack_codes(after)))
+
     def integer_matmul(
         self,
         codes_TK: Tensor,
@@ -248,6 +252,10 @@ class ReferenceKernels:
     def unpack_int4(self, weight: PackedInt4) -> Tensor:
         """The codes int8 [N, K] that `pack_int4` packed."""
         return weight.nibbles
+
+    def changed_int4(self, before: PackedInt4, after: PackedInt4) -> int:
+        """How many codes differ."""
+        return int(torch.count_nonzero(self.unpack_int4(before) != self.unpack_int4(after)))
 
     def dense_int4(self, weight: PackedInt4) -> Tensor:
         """code * scale, fp32 [N, K]."""

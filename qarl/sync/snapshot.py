@@ -13,7 +13,7 @@ from torch import Tensor
 from qarl.errors import RunError
 from qarl.models.decoder import HEAD, Decoder
 from qarl.ops.linear import Projection
-from qarl.ops.operand import FloatOperand, Int4Operand, IntegerOperand, Operand, operand_of, quantize_weight
+from qarl.ops.operand import Operand, operand_of, quantize_weight
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import Scheme, scheme_named
 from qarl.records import Snapshot
@@ -27,7 +27,7 @@ class Published(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
-        self._packed: dict[str, tuple[IntegerOperand | Int4Operand, range]] = {}
+        self._packed: dict[str, tuple[Operand, range]] = {}
         self._digests: dict[str, str] = {}
 
     def hold(self, name: str, tensor: Tensor) -> None:
@@ -35,7 +35,7 @@ class Published(Mapping[str, Tensor]):
         self._digests |= digests({name: tensor})
         self._held[name] = tensor
 
-    def hold_packed(self, name: str, codes: Tensor, operand: IntegerOperand | Int4Operand, rows: range) -> None:
+    def hold_codes(self, name: str, codes: Tensor, operand: Operand, rows: range) -> None:
         """Publish codes that are these rows of the operand's; `codes` itself is not kept."""
         self._digests |= digests({name: codes})
         self._packed[name] = operand, rows
@@ -135,10 +135,7 @@ def _publish(
             published.hold(f"{name}.weight", part)
             continue
         rows = range(first_row, first_row := first_row + len(part.codes))
-        if isinstance(operand, FloatOperand):
-            published.hold(f"{name}.weight", part.codes)
-        else:
-            published.hold_packed(f"{name}.weight", part.codes, operand, rows)
+        published.hold_codes(f"{name}.weight", part.codes, operand, rows)
         published.hold(f"{name}.weight_scale", part.scale)
     return operand
 

@@ -157,6 +157,8 @@ NO_ROWS = {
     "unpack_codes": "lays out a weight",
     "unpack_int4": "lays out a weight",
     "dense_int4": "expands a weight",
+    "changed_codes": "whole numbers, of weights",
+    "changed_int4": "whole numbers, of weights",
     "attention_backward": "sums over queries; the engine has no gradient",
     "grad_rows": "the engine has no gradient",
     "add_grad_weight": "the engine has no gradient",

@@ -21,9 +21,12 @@ from qarl.models.config import ModelConfig, rope_tables
 from qarl.objectives import Grpo, Reinforce
 from qarl.objectives.policy_loss import KlPenalty
 from qarl.ops.kernels import kernels, using
+from qarl.ops.operand import Operand, operand_of
 from qarl.ops.reference import ReferenceKernels
 from qarl.optim import Linear, Muon
-from qarl.records import Completion, Group, LossInputs, Snapshot
+from qarl.quant.qtensor import QTensor
+from qarl.quant.scheme import scheme_named
+from qarl.records import Completion, Group, LossInputs
 from qarl.roles import LossReport, Objective
 
 LENGTHS = (3, 40, 7)
@@ -475,20 +478,21 @@ def test_tokens_of_another_version_are_refused(small):
 
 
 def test_flipped_codes_are_counted_over_all_modules():
-    def snapshot(a: list[int], b: list[float], c: list[int]) -> Snapshot:
-        tensors = {
-            "a.weight": torch.tensor(a, dtype=torch.int8),
-            "b.weight": torch.tensor(b).to(torch.float8_e4m3fn),
-            "c.weight": torch.tensor(c, dtype=torch.int16),
-            "norm.weight": torch.tensor([float(sum(a))]),
+    def operands(integers: list[int], floats: list[float], nibbles: list[int]) -> dict[str, Operand]:
+        one = torch.ones(1, 1)
+        parts: dict[str, QTensor | Tensor] = {
+            "a": QTensor(torch.tensor([integers], dtype=torch.int8), one, scheme_named("w8a8-int8")),
+            "b": QTensor(torch.tensor([floats]).to(torch.float8_e4m3fn), one, scheme_named("fp8")),
+            "c": QTensor(torch.tensor([nibbles * 32], dtype=torch.int8), one, scheme_named("w4a16")),
+            "d": torch.tensor([[float(sum(integers))]]),
         }
-        return Snapshot(0, tensors, {"a": "w8a8-int8", "b": "fp8", "c": "w12a12-int12"}, "")
+        return {name: operand_of([part], [None]) for name, part in parts.items()}
 
-    before = snapshot([1, 2, 3, 4], [1.0, 2.0, 4.0, 8.0], [300, 600])
-    after = snapshot([1, 3, 3, -4], [1.0, 2.0, 4.0, -8.0], [300, -600])
-    assert codes_flipped(before, after).value() == 4 / 10
+    before = operands([1, 2, 3, 4], [1.0, 2.0, 4.0, 8.0], [1, -7])
+    after = operands([1, 3, 3, -4], [1.0, 2.0, 4.0, -8.0], [1, 7])
+    assert codes_flipped(before, after).value() == (2 + 1 + 32) / (4 + 4 + 64)
     assert codes_flipped(before, before).value() == 0.0
-    assert math.isnan(codes_flipped(*[Snapshot(0, {}, {}, "")] * 2).value())
+    assert math.isnan(codes_flipped({}, {}).value())
 
 
 def test_a_step_far_below_the_grid_flips_no_code(small):

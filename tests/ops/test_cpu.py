@@ -174,6 +174,8 @@ def test_the_4_bit_product_has_the_bits_of_the_expanded_weight(cpu: CpuKernels, 
     packed = cpu.pack_int4(codes, scales)
     weight = (codes.float().view(n, -1, group) * scales[..., None]).view(n, k)
     assert torch.equal(cpu.unpack_int4(packed), codes)
+    turned = cpu.pack_int4(codes.flip(1).contiguous(), scales)
+    assert cpu.changed_int4(packed, turned) == int((codes != codes.flip(1)).sum())
     assert torch.equal(cpu.dense_int4(packed), weight)
     expected = cpu.matmul(x, cpu.pack(weight), n, bias, residual)
     assert torch.equal(cpu.matmul_int4(x, packed, bias, residual), expected)
@@ -263,6 +265,19 @@ def test_packed_codes_can_be_read_back_whole_or_in_part(each_level: CpuKernels, 
         assert torch.equal(
             each_level.unpack_codes(packed.outputs(range(64, n - 7), each_level.block)), codes[64 : n - 7]
         )
+
+
+@pytest.mark.parametrize("grid", [INT4, INT8, INT12], ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 3), (33, 65), (200, 130)])
+@pytest.mark.parametrize("most", [1, 256])
+def test_changed_codes_are_counted(each_level: CpuKernels, grid, n, k, most):
+    largest = int(grid.largest)
+    before = torch.randint(-largest, largest + 1, (n, k)).to(grid.code_dtype)
+    steps = torch.randint(-most, most + 1, (n, k)) * (torch.rand(n, k) < 0.1)
+    after = (before + steps).clamp(-largest, largest).to(grid.code_dtype)
+    packed = [each_level.pack_codes(codes, grid) for codes in (before, after)]
+    assert each_level.changed_codes(*packed) == int((before != after).sum())
+    assert each_level.changed_codes(packed[1], packed[1]) == 0
 
 
 @pytest.mark.parametrize("weight", [-8, -7, 7])
