@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from qarl.build import build, eval_set
-from qarl.checkpoint import newest_checkpoint
 from qarl.errors import ConfigurationError
 from qarl.evaluate import evaluate
 from qarl.explain import did_you_mean
@@ -18,7 +17,7 @@ from qarl.prompts.files import FileRows
 from qarl.recipe import Override, Recipe, parse_overrides, parse_recipe
 from qarl.rollout.native import Progress
 from qarl.run import EVALUATION_STEP
-from qarl.runfolder import RunFolder
+from qarl.runfolder import checkpoint_at, run_at
 
 DEFAULT_COUNT = 200
 
@@ -34,9 +33,11 @@ def assess(
 ) -> dict[str, Any]:
     """Ask `count` questions `samples` times each and return the metrics, with the model, scheme and version asked.
 
-    `model` is a run folder or whatever a recipe's `model` may be; `prompts` is a file or the name of a source, and
-    for a run may be left out. Overrides are those of a recipe. A file's questions are all asked by default.
+    `model` is a run folder, a checkpoint of a run, or whatever a recipe's `model` may be; `prompts` is a file or the
+    name of a source, and for a run may be left out. Overrides are those of a recipe. A file's questions are all asked
+    by default.
     """
+    checkpoint = None if run_at(Path(model)) is None else checkpoint_at(Path(model))
     recipe = assessment_recipe(model, prompts, samples, count, temperature, parse_overrides(overrides))
     assert recipe.eval is not None
     if prompts is not None and recipe.prompts.type == "file":
@@ -48,7 +49,6 @@ def assess(
         assert system.questions is not None
         questions = system.questions
     learner, engine = system.cast.learner, system.cast.engine
-    checkpoint = newest_checkpoint(RunFolder(Path(model)).checkpoints)
     if checkpoint is not None:
         learner.restore(checkpoint.folder)
     engine.load(learner.publish())
@@ -72,8 +72,8 @@ def assessment_recipe(
 ) -> Recipe:
     """The recipe of a run, or one made for a bare model, with these questions in place of its own."""
     table: dict[str, Any] = {"model": model}
-    run = RunFolder(Path(model))
-    if run.recipe.is_file():
+    run = run_at(Path(model))
+    if run is not None:
         table = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
     elif prompts is None:
         raise ConfigurationError(

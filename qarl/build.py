@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from qarl.checkpoint import newest_checkpoint
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
 from qarl.learner.learner import LocalLearner
@@ -23,7 +22,7 @@ from qarl.recipe import EvalConfig, Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
-from qarl.runfolder import RunFolder
+from qarl.runfolder import checkpoint_at, run_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = load_model(_newest_of_run(recipe.model))
+    model = load_model(_model_of_run(recipe.model))
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -118,15 +117,10 @@ def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) 
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term)
 
 
-def _newest_of_run(model: str) -> str:
-    """For a run folder the model of its newest checkpoint, else what was given."""
-    run = RunFolder(Path(model))
-    if not run.recipe.is_file():
-        return model
-    checkpoint = newest_checkpoint(run.checkpoints)
-    if checkpoint is None:
-        raise ConfigurationError(f"{model}: the run has no whole checkpoint yet; choose another model")
-    return str(checkpoint.folder / "model")
+def _model_of_run(model: str) -> str:
+    """For a run or a checkpoint the model it holds, else what was given."""
+    path = Path(model)
+    return model if run_at(path) is None else str(checkpoint_at(path).folder / "model")
 
 
 def _alignment_level(alignment: str) -> str:

@@ -181,6 +181,11 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether checkpoints were saved here, be they whole or damaged by now."""
+    return bool(_step_folders(folder))
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in this folder, every byte checked against its manifest; ConfigurationError when damaged."""
     record, reason = _record_or_reason(folder)

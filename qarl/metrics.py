@@ -34,10 +34,12 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
+    """The largest reading; NaN as soon as one is."""
+
     peak: float
 
     def merge(self, other: Max) -> Max:
-        return Max(max(self.peak, other.peak))
+        return Max(math.nan if math.isnan(self.peak) or math.isnan(other.peak) else max(self.peak, other.peak))
 
     def value(self) -> float:
         return self.peak

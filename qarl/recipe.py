@@ -191,7 +191,9 @@ def _differences(before: Any, after: Any, key: str) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         names = list(dict.fromkeys([*before, *after]))
         inner = [_differences(before.get(name), after.get(name), f"{key}.{name}") for name in names]
-        return [found for part in inner for found in part]
+        found = [one for part in inner for one in part]
+        # Tables of a class are always in its order; of a user's own, such as `quant.rules`, the order may decide.
+        return found or ([] if list(before) == list(after) else [f"the order of {key.removeprefix('.')}"])
     return [] if before == after else [key.removeprefix(".")]
 
 

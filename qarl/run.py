@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from qarl import loop
 from qarl.build import System
-from qarl.checkpoint import Checkpoint, CheckpointStore, newest_checkpoint, open_checkpoint, write_atomically
+from qarl.checkpoint import Checkpoint, CheckpointStore, has_checkpoints, write_atomically
 from qarl.errors import ConfigurationError, RunError
 from qarl.evaluate import evaluate
 from qarl.interrupts import Interrupted, Interrupts
 from qarl.metrics import Metrics, values
 from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
 from qarl.records import Group, GroupRewards
-from qarl.runfolder import RunFolder
+from qarl.runfolder import RunFolder, checkpoint_at, run_at
 from qarl.tracking import Trackers
 from qarl.tracking.completions import Completions
 from qarl.tracking.console import Console, LogLines
@@ -66,7 +70,10 @@ def open_run(recipe: Recipe, name: str, run_dir: Path | None, resume: str) -> St
     if resume == "never":
         raise ConfigurationError(f"{run_dir}: already holds a run; choose another --run-dir, or --resume auto to go on")
     _check_same_recipe(recipe, folder)
-    return Start(folder, newest_checkpoint(folder.checkpoints))
+    if not has_checkpoints(folder.checkpoints):
+        _check_nothing_is_lost(folder, recipe)
+        return Start(folder, None)
+    return Start(folder, checkpoint_at(run_dir))
 
 
 def train(recipe: Recipe, system: System, start: Start, console: Console) -> dict[str, Any]:
@@ -145,8 +152,10 @@ def measured_alignment(steps: list[dict[str, Any]]) -> str:
         return "not measured"
     if min(shares) == 1.0:
         return "exact"
-    apart = max(row.get("mismatch/max_abs") or 0.0 for row in steps)
-    return f"not exact: bit-equal {min(shares):.4f} of tokens at worst, largest difference {apart:.3g}"
+    differences = [row["mismatch/max_abs"] for row in steps if "mismatch/max_abs" in row]
+    # What is not finite is null in the file.
+    largest = "not finite" if None in differences else f"{max(differences):.3g}"
+    return f"not exact: bit-equal {min(shares):.4f} of tokens at worst, largest difference {largest}"
 
 
 def describe(summary: Mapping[str, Any]) -> str:
@@ -186,6 +195,7 @@ class _Run:
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
         if checkpoint is not None:
+            self._check_same_prompts(checkpoint)
             self._cast.learner.restore(checkpoint.folder)
             self._saved = checkpoint.step
             log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
@@ -218,9 +228,25 @@ class _Run:
         """Store the state after the last finished step, unless it is stored already."""
         if self._saved != self.done:
             learner = self._cast.learner
-            checkpoint = self._store.save(self.done, learner.save, {"version": learner.version})
+            metadata: dict[str, JsonValue] = {"version": learner.version, "prompts": self._last_prompts(self.done)}
+            checkpoint = self._store.save(self.done, learner.save, metadata)
             self._saved = self.done
             log.info("saved %s", checkpoint.folder)
+
+    def _check_same_prompts(self, checkpoint: Checkpoint) -> None:
+        """RunError unless the last step before the checkpoint would be asked the same again, to the token."""
+        if checkpoint.metadata["prompts"] != self._last_prompts(checkpoint.step):
+            raise RunError(
+                f"{checkpoint.folder}: the prompts of step {checkpoint.step} are no longer those that were trained on: "
+                "the data, its generator, the chat template or the tokenizer changed; put it back, or start a new run "
+                "from this checkpoint's model"
+            )
+
+    def _last_prompts(self, done: int) -> str:
+        """What identifies the prompts of the last of so many steps."""
+        prompts = self._cast.prompts.take(done - 1, self._recipe.prompts_per_step) if done else []
+        asked = [[list(prompt.token_ids), prompt.row] for prompt in prompts]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     def keep(self) -> str:
         """After a failure: save the last finished step, unless the failure struck in the middle of the next update;
@@ -258,17 +284,23 @@ def _trackers(folder: RunFolder, first_step: int, console: Console) -> Trackers:
 
 
 def _resume_from(recipe: Recipe, path: Path, run_dir: Path | None) -> Start:
-    is_checkpoint = path.parent.name == "checkpoints"
-    folder = RunFolder(path.parent.parent if is_checkpoint else path)
-    if not folder.recipe.exists():
+    folder = run_at(path)
+    if folder is None:
         raise ConfigurationError(f"--resume {path}: is no run folder (it has no recipe.toml) and no checkpoint of one")
     if run_dir is not None and run_dir.resolve() != folder.path.resolve():
         raise ConfigurationError(f"--resume {path}: a run goes on in its own folder; leave --run-dir {run_dir} out")
     _check_same_recipe(recipe, folder)
-    checkpoint = open_checkpoint(path) if is_checkpoint else newest_checkpoint(folder.checkpoints)
-    if checkpoint is None:
-        raise ConfigurationError(f"--resume {path}: has no whole checkpoint; start again with --resume never")
-    return Start(folder, checkpoint)
+    return Start(folder, checkpoint_at(path))
+
+
+def _check_nothing_is_lost(folder: RunFolder, recipe: Recipe) -> None:
+    """A run without checkpoints starts again, unless it must have had some."""
+    steps = len(read_lines(folder.path / METRICS_FILE))
+    if steps > recipe.checkpoint.every:  # killed in its first save, it has as many
+        raise ConfigurationError(
+            f"{folder.checkpoints}: the checkpoints of {steps} finished steps are gone; put them back, or choose "
+            "another --run-dir to start again"
+        )
 
 
 def _check_same_recipe(recipe: Recipe, folder: RunFolder) -> None:

@@ -9,7 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from qarl.checkpoint import Checkpoint, has_checkpoints, newest_checkpoint, open_checkpoint
 from qarl.errors import ConfigurationError
+
+
+def run_at(path: Path) -> RunFolder | None:
+    """The run whose folder, or one of whose checkpoints, lies at `path`; None where neither does."""
+    folder = RunFolder(path.parent.parent if _is_checkpoint(path) else path)
+    return folder if folder.recipe.is_file() else None
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the newest whole one of the run there; ConfigurationError where there is none."""
+    if _is_checkpoint(path):
+        return open_checkpoint(path)
+    folder = RunFolder(path).checkpoints
+    found = newest_checkpoint(folder)
+    if found is None:
+        state = "all its checkpoints are damaged" if has_checkpoints(folder) else "it has no checkpoint yet"
+        raise ConfigurationError(f"{path}: the run cannot be used, {state}")
+    return found
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.parent.name == "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from qarl.assess import assess, assessment_recipe, questions_table
+from qarl.build import build
+from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
 from qarl.recipe import load_recipe, parse_overrides, to_toml
 
@@ -72,3 +74,22 @@ def test_a_model_needs_questions_and_they_must_exist() -> None:
         questions_table("arithmetc")
     with pytest.raises(ConfigurationError, match="there is no such file"):
         assessment_recipe("tiny", "absent.jsonl", 1, None, 1.0, [])
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_asked_as_the_untrained_model(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE)))
+    with pytest.raises(ConfigurationError, match="the run cannot be used, it has no checkpoint yet"):
+        assess(str(tmp_path), None, 1, 2, 1.0, [])
+
+
+def test_a_checkpoint_is_asked_with_its_run_s_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(SMOKE, ["--scheme=w4a8-int8"])
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    learner = build(recipe).cast.learner
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in (1, 2):
+        learner.version = version
+        store.save(version, learner.save, {})
+    found = assess(str(tmp_path / "checkpoints" / "step-1"), None, 1, 2, 1.0, ["--sampling.max_new_tokens=4"])
+    assert (found["scheme"], found["version"]) == ("w4a8-int8", 1)
+    assert found["checkpoint"] == str(tmp_path / "checkpoints" / "step-1")

@@ -92,7 +92,7 @@ def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
 
 
 def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the run has no whole checkpoint yet"):
+    with pytest.raises(ConfigurationError, match="it has no checkpoint yet"):
         (tmp_path / "recipe.toml").touch()
         build(recipe_of(f"--model={tmp_path}"))
     learner = build(recipe_of()).cast.learner
@@ -102,6 +102,7 @@ def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path) -> 
     system = build(recipe_of(f"--model={tmp_path}"))
     assert system.cast.learner.decoder.head_weight()[0, 0] == 7.0
     assert f"model {tmp_path}/checkpoints/step-3/model: llama" in system.account
+    assert build(recipe_of(f"--model={tmp_path}/checkpoints/step-3")).account == system.account
 
 
 def test_the_account_counts_what_was_too_long(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def test_sums_add_peaks_stay_and_the_last_reading_stands(first: Metric, second: 
     assert merge([{"x": first}, {"x": second}])["x"].value() == value
 
 
+def test_a_peak_that_is_not_a_number_stays_one_in_any_order() -> None:
+    for first, second in ((math.nan, 2.0), (2.0, math.nan)):
+        assert math.isnan(Max(first).merge(Max(second)).value())
+
+
 def test_effective_sample_size_of_equal_weights_is_all_of_them() -> None:
     assert Ess(6.0, 12.0, 3.0).value() == 1.0
 

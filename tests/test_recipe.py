@@ -97,7 +97,7 @@ def test_overrides_are_split_at_dots_outside_quotes() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--sampling.temperature=0", "command line: sampling.temperature = 0: must be greater than 0"),
+        ("--sampling.temperature=0", "command line: sampling.temperature = 0: must be greater than or equal to 0.01"),
         ("--learner.lrr=1", "command line: learner.lrr = 1: unknown key; did you mean 'lr'?"),
         ("--scheme=w8a8int8", "did you mean 'w8a8-int8'"),
         ("--alignment=maybe", "command line: alignment = 'maybe': not a known value; known: auto, none"),

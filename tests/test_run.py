@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -229,6 +230,10 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
             [{"mismatch/bit_equal": 1.0}, {"mismatch/bit_equal": 0.25, "mismatch/max_abs": 0.125}],
             "not exact: bit-equal 0.2500 of tokens at worst, largest difference 0.125",
         ),
+        (
+            [{"mismatch/bit_equal": 0.5, "mismatch/max_abs": None}, {"mismatch/max_abs": 0.125}],
+            "not exact: bit-equal 0.5000 of tokens at worst, largest difference not finite",
+        ),
     ],
 )
 def test_the_alignment_measured_is_that_of_the_worst_step(rows: list[dict[str, float]], level: str) -> None:
@@ -257,3 +262,41 @@ def test_more_steps_are_taken_up_only_where_they_change_no_learning_rate(tmp_pat
     run_in(tmp_path / "run", recipe_of("--steps=1", "--learner.schedule.type=linear"))
     with pytest.raises(ConfigurationError, match="other values of steps"):
         open_run(recipe_of("--steps=2", "--learner.schedule.type=linear"), "any", tmp_path / "run", "auto")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_or_gone_is_not_started_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in(folder, recipe_of("--steps=2", "--checkpoint.every=1"))
+    before = (folder / "metrics.jsonl").read_text()
+    for state in (folder / "checkpoints").glob("step-*/learner.json"):
+        state.write_text("{}")
+    with pytest.raises(ConfigurationError, match="all its checkpoints are damaged"):
+        open_run(recipe_of("--steps=2", "--checkpoint.every=1"), "any", folder, "auto")
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigurationError, match="the checkpoints of 2 finished steps are gone"):
+        open_run(recipe_of("--steps=2", "--checkpoint.every=1"), "any", folder, "auto")
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in(folder, recipe_of("--steps=2", "--checkpoint.every=5"))
+    shutil.rmtree(folder / "checkpoints")
+    assert open_run(recipe_of("--steps=2", "--checkpoint.every=5"), "any", folder, "auto").checkpoint is None
+
+
+def test_the_same_rules_in_another_order_are_another_recipe(tmp_path: Path) -> None:
+    rules = ['--quant.rules."*.layers.0.*"=none', '--quant.rules."*.down_proj"=w4a8-int8']
+    run_in(tmp_path / "run", recipe_of("--steps=1", *rules))
+    with pytest.raises(ConfigurationError, match=r"other values of the order of quant\.rules"):
+        open_run(recipe_of("--steps=2", *reversed(rules)), "any", tmp_path / "run", "auto")
+
+
+def test_other_prompts_than_those_trained_on_are_noticed(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = ["--prompts.type=file", f"--prompts.path={rows}", "--prompts.eval_fraction=0.5", "--eval.count=1"]
+    rows.write_text("".join(f'{{"prompt": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(8)))
+    run_in(tmp_path / "run", recipe_of("--steps=1", *options))
+    rows.write_text("".join(f'{{"prompt": "{n} + 2?", "answer": "{n + 2}"}}\n' for n in range(8)))
+    with pytest.raises(RunError, match="the prompts of step 1 are no longer those that were trained on"):
+        run_in(tmp_path / "run", recipe_of("--steps=2", *options))

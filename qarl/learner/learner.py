@@ -23,6 +23,7 @@ from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, spli
 from qarl.learner.config import LearnerConfig
 from qarl.learner.mismatch import mismatch_metrics
 from qarl.metrics import Last, Mean, Metrics, Sum, merge
+from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.load import load_folder
 from qarl.models.save import save_folder
@@ -76,6 +77,7 @@ class LocalLearner:
         self.skipped_in_a_row = 0
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
+        self._started_with = self._snapshot.checksum
         self._refuse_ignored_rounding()
         self._reference = self._initial_policy() if objective.needs_reference else None
 
@@ -112,13 +114,19 @@ class LocalLearner:
         save_folder(folder / "model", self.decoder.config, masters, self.tokenizer, stop_token_ids=self.stop_token_ids)
         tensors, scalars = self.optimizer.export_state()
         save_tensors(folder / "optimizer.safetensors", tensors)
-        state = {"version": self.version, "skipped_in_a_row": self.skipped_in_a_row, "optimizer": scalars}
+        state = {
+            "version": self.version,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "started_with": self._started_with,
+            "optimizer": scalars,
+        }
         (folder / "learner.json").write_text(json.dumps(state))
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote. RunError when it belongs to another model or optimizer."""
-        _, tensors = load_folder(folder / "model")
+        """Go on from what `save` wrote. RunError when it belongs to another model, KL reference or optimizer."""
+        config, tensors = load_folder(folder / "model")
         state = json.loads((folder / "learner.json").read_text())
+        self._check_same_model(folder, config, state["started_with"])
         self.optimizer.import_state(load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
         with torch.no_grad():
             for name, parameter in self.decoder.named_parameters():
@@ -132,6 +140,21 @@ class LocalLearner:
         """Log-probabilities and entropies of the scored tokens [S] under what this learner would train."""
         return score(self.decoder, micro, self.temperature, self.config, entropy_gradient)
 
+    def _check_same_model(self, folder: Path, config: ModelConfig, started_with: str) -> None:
+        """RunError where weights would go on in another network, or be held to another reference."""
+        changed = [
+            f"{field.name} = {new!r} (then {old!r})"
+            for field in dataclasses.fields(config)
+            if (old := getattr(config, field.name)) != (new := getattr(self.decoder.config, field.name))
+        ]
+        if changed:
+            raise RunError(f"{folder}: was trained with another model configuration: now {', '.join(changed)}")
+        if self._reference is not None and started_with != self._started_with:
+            raise RunError(
+                f"{folder}: the recipe's model has other weights than when the run started, and would be another KL "
+                "reference; put the old ones back, or name them as the recipe's model in a new run"
+            )
+
     def _requantize(self) -> Snapshot:
         """Quantize the masters for publishing, and multiply with the result (or, unaligned, with the masters)."""
         snapshot = take_snapshot(self.decoder, self.schemes, self.version)
@@ -143,10 +166,11 @@ class LocalLearner:
 
     def _refuse_ignored_rounding(self) -> None:
         """ConfigurationError where gradients were asked to be rounded to 8 bits, and nothing is multiplied by codes."""
-        if self.config.gradients == "int8" and not any(rounds_gradients(x) for x in self.decoder.operands()):
+        operands = [projection.operand for projection in self.decoder.projections()]
+        if self.config.gradients == "int8" and not any(x is not None and rounds_gradients(x) for x in operands):
             raise ConfigurationError(
-                "learner.gradients = 'int8' has no effect here: it needs an integer scheme (w8a8-int8, w4a8-int8), "
-                "alignment = 'auto' and the C kernels (`qarl doctor`); leave it at 'auto'"
+                "learner.gradients = 'int8' has no effect here: it needs layers of an integer scheme (w8a8-int8, "
+                "w4a8-int8), alignment = 'auto' and the C kernels (`qarl doctor`); leave it at 'auto'"
             )
 
     def _is_exact(self) -> bool:

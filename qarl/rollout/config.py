@@ -12,7 +12,12 @@ from qarl.config import Config
 class SamplingConfig(Config):
     """How training completions are drawn. There is no top-p, top-k or min-p: the learner would need the kept set."""
 
-    temperature: float = Field(1.0, gt=0.0, description="Divides the logits; 0 (greedy) is not a policy to train.")
+    temperature: float = Field(
+        1.0,
+        ge=0.01,
+        le=100.0,
+        description="Divides the logits. 0 (greedy), or nearly so, is not a policy to train: every choice is certain.",
+    )
     max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens, its stop token included.")
 
 

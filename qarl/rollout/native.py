@@ -79,9 +79,12 @@ class NativeEngine:
         self._last_occupancy = _Occupancy(1)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Serve this version; RunError when its tensors are not those that were published. Not during a rollout."""
-        assert not self.is_running, "a rollout's graphs hold the addresses of the weights they began with"
-        verify(snapshot)
+        """Serve this version; RunError when its tensors are not all of this model's, as they were published, or when
+        a rollout is running: its graphs hold the addresses of the weights it began with.
+        """
+        if self.is_running:
+            raise RunError(f"version {snapshot.version} was loaded while a rollout runs; load between two rollouts")
+        verify(self.decoder, snapshot)
         operands = operands_of(self.decoder, snapshot)
         self.decoder.assign(unquantized(snapshot), requires_grad=False)
         self.decoder.serve(operands)
@@ -119,7 +122,8 @@ class NativeEngine:
         `max_new_tokens`, keep their log-probabilities and versions; their keys and values are computed again, with the
         weights of now. Errors are those of `generate`, and ConfigurationError for a completion already at the limit.
         """
-        assert self.version >= 0, "generate before load"
+        if self.version < 0:
+            raise RunError("the engine serves no weights yet; load a snapshot before generating")
         requests = requests_of(groups, seed)
         if requests:
             self._run(requests, sampling, sum(len(group.completions) for group in groups), stop)

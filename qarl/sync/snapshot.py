@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qarl.errors import RunError
 from qarl.models.decoder import HEAD, Decoder
+from qarl.models.parameters import parameter_shapes
 from qarl.ops.linear import Projection
 from qarl.ops.operand import Operand, operand_of, quantize_weight
 from qarl.quant.qtensor import QTensor
@@ -102,14 +103,27 @@ def unquantized(snapshot: Snapshot) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in snapshot.tensors.items() if name.endswith(ends)}
 
 
-def verify(snapshot: Snapshot) -> None:
-    """Refuse a snapshot whose tensors are not those that were published (RunError)."""
+def verify(decoder: Decoder, snapshot: Snapshot) -> None:
+    """Refuse a snapshot that is not this decoder's, whole, or whose tensors are not those that were published.
+
+    RunError, before anything is changed.
+    """
+    wanted = _names(decoder, snapshot.schemes)
+    for name in sorted(wanted ^ set(snapshot.tensors)):
+        state = "is missing" if name in wanted else "does not belong to this model"
+        raise RunError(f"weights of version {snapshot.version}: tensor {name} {state}; nothing was loaded")
     found = checksum(snapshot.tensors)
     if found != snapshot.checksum:
         raise RunError(
             f"weights of version {snapshot.version} changed between publishing and loading: checksum {found}, "
             f"published {snapshot.checksum}; nothing was loaded"
         )
+
+
+def _names(decoder: Decoder, schemes: Mapping[str, str]) -> set[str]:
+    """What a snapshot of this decoder's weights holds."""
+    head = {f"{HEAD}.weight"} if HEAD in schemes else set()
+    return set(parameter_shapes(decoder.config)) | head | {f"{module}.weight_scale" for module in schemes}
 
 
 def _publish(

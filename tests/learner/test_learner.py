@@ -209,6 +209,11 @@ def test_gradients_of_8_bits_are_refused_where_they_would_be_ignored(small, sche
         small.learner(scheme, gradients="int8", alignment=alignment)
 
 
+def test_gradients_of_8_bits_are_refused_where_only_the_head_is_quantized(small):
+    with pytest.raises(ConfigurationError, match=r"learner\.gradients = 'int8' has no effect here"):
+        small.learner("none", gradients="int8", rules={"lm_head": "w8a8-int8"})
+
+
 def test_int8_gradients_are_those_of_fp32_in_the_mean_over_versions(small):
     """The noise of one is a few percent, and that of a mean smaller by the square root of how many there are."""
     groups = small.rollout(small.learner("w8a8-int8"), *LENGTHS)
@@ -566,12 +571,15 @@ def test_a_learner_can_be_saved_before_its_first_update(small, tmp_path):
     assert steps(small, other, 1) == steps(small, learner, 1)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 256}, {"num_layers": 1}, {"tie_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 256}, {"num_layers": 1}, {"tie_embeddings": False}, {"norm_eps": 1e-2}], ids=str
+)
 def test_another_models_state_is_refused_before_anything_changes(small, tmp_path, change):
     small.learner().save(tmp_path)
     other = dataclasses.replace(small, config=dataclasses.replace(small.config, **change)).learner()
     before = masters(other)
-    with pytest.raises(RunError, match="optimizer state"):
+    (name,) = change
+    with pytest.raises(RunError, match=f"trained with another model configuration: now {name} ="):
         other.restore(tmp_path)
     assert_equal(masters(other), before)
     assert other.version == 0
@@ -581,3 +589,11 @@ def test_another_optimizers_state_is_refused(small, tmp_path):
     small.learner().save(tmp_path)
     with pytest.raises(RunError, match="written by 'adamw', but this run uses 'muon'"):
         small.learner(optimizer=Muon()).restore(tmp_path)
+
+
+def test_another_kl_reference_than_the_runs_own_is_refused(small, tmp_path):
+    held = Grpo(kl=KlPenalty(type="k3", coef=0.1))
+    small.learner("w8a8-int8", held).save(tmp_path)
+    with pytest.raises(RunError, match="would be another KL reference"):
+        small.learner("w8a8-int8", held, seed=1).restore(tmp_path)
+    small.learner("w8a8-int8", held).restore(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qarl.bench.system import random_prompts, system_for
+from qarl.errors import RunError
 from qarl.ops.kernels import kernels
 from qarl.records import Group, Sampling
 from qarl.rollout import native
@@ -88,6 +89,6 @@ def test_weights_are_not_exchanged_while_a_rollout_runs() -> None:
         return True
 
     prompts = random_prompts(engine.decoder.vocab_size, 1, 4)
-    with pytest.raises(AssertionError, match="addresses of the weights"):
+    with pytest.raises(RunError, match="load between two rollouts"):
         engine.generate(prompts, 1, Sampling(1.0, 4, ()), seed=(1,), stop=stop)
     engine.load(snapshot)

@@ -351,7 +351,7 @@ def test_weights_that_overflow_stop_the_run_and_name_the_prompt(small, value: fl
 def test_nothing_is_generated_before_weights_are_loaded(small):
     engine = small.engine()
     assert engine.version == -1
-    with pytest.raises(AssertionError, match="before load"):
+    with pytest.raises(RunError, match="load a snapshot before generating"):
         engine.generate(small.prompts(3), 1, small.sampling, SEED)
 
 
