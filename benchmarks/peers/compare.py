@@ -35,6 +35,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "qarl-w4a16": ("qarl_native", "--scheme", "w4a16-g64"),
     "vllm-fp32": ("vllm_cpu", "--precision", "fp32", "--search-bind"),
     "vllm-int8": ("vllm_cpu", "--precision", "int8", "--search-bind"),
+    "vllm-bf16": ("vllm_cpu", "--precision", "bf16", "--search-bind"),
+    "vllm-int8-bf16": ("vllm_cpu", "--precision", "int8-bf16", "--search-bind"),
     "openvino-int8": ("openvino_genai",),
     "llama-q4_0": ("llama_cpp", "--weights", "Q4_0"),
     "llama-q4_1": ("llama_cpp", "--weights", "Q4_1"),
