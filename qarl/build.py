@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from qarl import __version__
+from qarl.doctor import scheme_kernels
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
 from qarl.learner.learner import LocalLearner
@@ -15,10 +17,12 @@ from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.names import LoadedModel, load_model
+from qarl.objectives.corrections import NoCorrection
+from qarl.objectives.policy_loss import CorrectedObjective
 from qarl.ops.kernels import kernels
-from qarl.prompts import Renderer, SplitSource
+from qarl.prompts import Renderer, SplitSource, describe_prompt
 from qarl.quant import SchemePlan, plan_schemes, scheme_named
-from qarl.recipe import EvalConfig, Recipe
+from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
@@ -27,12 +31,15 @@ from qarl.runfolder import checkpoint_at, run_at
 
 @dataclass(frozen=True, slots=True, eq=False)
 class System:
-    """Everything a run needs. `account` tells people what was resolved, the rendered first prompt included."""
+    """Everything a run needs. `account` tells people what was resolved, the rendered first prompt included, and
+    `warnings` what they may not have meant.
+    """
 
     cast: Cast
     plan: Plan
     questions: EvalSet | None
     account: str
+    warnings: tuple[str, ...] = ()
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> System:
@@ -49,16 +56,41 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     schemes = scheme_plan(recipe, model)
     engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
     learner = local_learner(recipe, model, schemes)
-    scorer = Scorer(recipe.rewards, recipe.max_reward_error_share)
+    scorer = Scorer(recipe.rewards)
     first = source.take(0, recipe.prompts_per_step)[0]
-    scorer.check(first)
+    scorer.check(*source.known())
     engine.check_fit([first], sampling)
     return System(
         cast=Cast(source, engine, scorer, recipe.advantage, learner),
-        plan=Plan(recipe.seed, recipe.steps, recipe.prompts_per_step, recipe.group_size, sampling),
+        plan=Plan(
+            recipe.seed,
+            recipe.steps,
+            recipe.prompts_per_step,
+            recipe.group_size,
+            sampling,
+            recipe.sampling.max_rounds,
+        ),
         questions=_held_out(recipe, source, sampling),
         account=f"{describe(recipe, model, schemes, learner)}\n{describe_prompts(renderer, source.skipped, first)}",
+        warnings=(*_warnings(recipe, schemes), *source.warnings),
     )
+
+
+def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
+    found = []
+    uncorrected = isinstance(recipe.objective, CorrectedObjective) and isinstance(
+        recipe.objective.correction, NoCorrection
+    )
+    if recipe.alignment == "none" and schemes.quantized and uncorrected:
+        found.append(
+            "alignment = 'none' with quantized rollouts and no correction: the learner trains a policy that did not "
+            "produce the data; watch mismatch/*, or set objective.correction"
+        )
+    here = scheme_kernels()
+    emulated = sorted({scheme.name for scheme in schemes.quantized.values() if here[scheme.name].state == "emulated"})
+    if emulated:
+        found.append(f"{', '.join(emulated)}: emulated in fp32 on this machine, right but slow (`qarl doctor`)")
+    return tuple(found)
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
@@ -93,6 +125,8 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
     parameters = sum(tensor.numel() for tensor in model.tensors.values())
     return "\n".join(
         [
+            f"qarl {__version__}, torch {torch.__version__}, {kernels().name} kernels, "
+            f"{torch.get_num_threads()} threads",
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
@@ -107,14 +141,15 @@ def describe_prompts(renderer: Renderer, skipped: int, first: Prompt) -> str:
     """How questions are put to the model, with the first one as the model sees it."""
     rendered = "with the chat template" if renderer.chat else "as plain text"
     left_out = f", {skipped} left out as too long" if skipped else ""
-    text = (f"  | {line}" for line in first.text.splitlines())
-    return "\n".join([f"prompts rendered {rendered}{left_out}; the first one, {len(first.token_ids)} tokens:", *text])
+    return f"prompts rendered {rendered}{left_out}; the first one, {describe_prompt(first)}"
 
 
-def eval_set(config: EvalConfig, prompts: Sequence[Prompt], sampling: Sampling) -> EvalSet:
-    """These questions, asked as the configuration says and otherwise as in training (`sampling`)."""
+def eval_set(recipe: Recipe, prompts: Sequence[Prompt], sampling: Sampling) -> EvalSet:
+    """These questions, asked as the recipe's `[eval]` says and otherwise as in training (`sampling`)."""
+    config = recipe.eval
+    assert config is not None
     sampling = replace(sampling, temperature=config.temperature)
-    return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term)
+    return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term, recipe.max_reward_error_share)
 
 
 def _model_of_run(model: str) -> str:
@@ -134,7 +169,7 @@ def _alignment_level(alignment: str) -> str:
 def _held_out(recipe: Recipe, source: SplitSource, sampling: Sampling) -> EvalSet | None:
     if recipe.eval is None:
         return None
-    return eval_set(recipe.eval, source.held_out(recipe.eval.count), sampling)
+    return eval_set(recipe, source.held_out(recipe.eval.count), sampling)
 
 
 def _check_context(recipe: Recipe, model: ModelConfig) -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-N`. It is written under a temporary name, described by a manifest of sizes and digests,
 flushed to the disk and renamed; a folder that bears its final name is therefore complete, and damage that happens
-later is found by its manifest. What is inside is the writer's business: tensors as safetensors, the rest as JSON.
+later is found by its manifest, and damage to the manifest by a digest of its own. What is inside is the writer's
+business: tensors as safetensors, the rest as JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run, seen by the one process that writes them; hold the run's lock while it exists.
 
-    Keeps the `keep_last` (>= 1) newest and, with `keep_best`, the one with the highest score.
+    Keeps the `keep_last` (>= 1) newest and, with `keep_best`, the one with the highest score. RunError when the disk
+    refuses.
     """
 
     def __init__(self, folder: Path, keep_last: int = 2, keep_best: bool = False) -> None:
@@ -54,8 +56,11 @@ class CheckpointStore:
         self._folder = folder
         self._keep_last = keep_last
         self._keep_best = keep_best
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tidy()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+        except OSError as error:
+            raise RunError(f"{folder}: checkpoints cannot be written here: {error.strerror or error}") from error
 
     def save(self, step: int, write: Callable[[Path], None], metadata: Mapping[str, JsonValue]) -> Checkpoint:
         """Store one checkpoint: `write` fills an empty folder, which then becomes `step-N` in one motion.
@@ -88,10 +93,27 @@ class CheckpointStore:
         if record is None or not math.isfinite(score):
             return
         try:
-            write_atomically(folder / METADATA, _written(record.model_copy(update={"score": score})))
+            write_atomically(folder / METADATA, _written(record.model_copy(update={"score": float(score)})))
         except OSError as error:
             raise RunError(f"{folder}: its score could not be noted: {error.strerror or error}") from error
         self._prune()
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Make this checkpoint the newest, where it is not: a run that went back to it goes on from it until it saves
+        another one.
+        """
+        records = self._records()
+        latest = max((record.serial for record in records.values()), default=0)
+        record = records[checkpoint.folder]
+        if record.serial < latest:
+            newest = record.model_copy(update={"serial": latest + 1})
+            try:
+                write_atomically(checkpoint.folder / METADATA, _written(newest))
+                write_atomically(self._folder / LATEST, f"{checkpoint.folder.name}\n")
+            except OSError as error:
+                raise RunError(
+                    f"{checkpoint.folder}: could not be made the newest: {error.strerror or error}"
+                ) from error
 
     def newest(self) -> Checkpoint | None:
         """The whole checkpoint that was saved last; see `newest_checkpoint`."""
@@ -187,10 +209,16 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in this folder, every byte checked against its manifest; ConfigurationError when damaged."""
+    """The checkpoint in this folder, every byte checked against its manifest; ConfigurationError when damaged.
+
+    So is a file that was not written with it, for a model or tokenizer may be read differently beside it; hidden files
+    are nobody's.
+    """
     record, reason = _record_or_reason(folder)
     if record is None:
         raise ConfigurationError(f"{folder}: {reason}; choose another checkpoint")
+    if added := sorted(_file_names(folder) - record.files.keys() - {METADATA}):
+        raise ConfigurationError(f"{folder / added[0]}: was not written with the checkpoint; remove it")
     for name, expected in record.files.items():
         try:
             actual = _describe_file(folder / name)
@@ -241,7 +269,7 @@ class _File(Config):
 
 
 class _Record(Config):
-    """The content of metadata.json. `serial` counts saves of a run, and so tells which checkpoint is newest."""
+    """What a checkpoint is. `serial` counts saves of a run, and so tells which checkpoint is newest."""
 
     step: int
     serial: int
@@ -250,8 +278,20 @@ class _Record(Config):
     files: dict[str, _File]
 
 
+class _Sealed(_Record):
+    """The content of metadata.json: a record, and the digest of its other keys."""
+
+    sha256: str
+
+
 def _written(record: _Record) -> str:
-    return json.dumps(record.model_dump(), allow_nan=False, indent=1)
+    content = record.model_dump(include=set(_Record.model_fields))
+    return json.dumps({**content, "sha256": _digest(record)}, allow_nan=False, indent=1)
+
+
+def _digest(record: _Record) -> str:
+    content = record.model_dump(include=set(_Record.model_fields))
+    return hashlib.sha256(json.dumps(content, allow_nan=False, sort_keys=True).encode()).hexdigest()
 
 
 def _best(records: Mapping[Path, _Record]) -> Path | None:
@@ -266,21 +306,31 @@ def _step_folders(folder: Path) -> list[Path]:
 def _record_or_reason(folder: Path) -> tuple[_Record | None, str]:
     """The manifest of a checkpoint, or why there is none."""
     try:
-        return _Record.model_validate_json((folder / METADATA).read_bytes()), ""
+        record = _Sealed.model_validate_json((folder / METADATA).read_bytes())
     except OSError as error:
         return None, f"its {METADATA} cannot be read ({error.strerror})"
     except ValidationError as error:
-        return None, f"its {METADATA} is damaged ({error.errors()[0]['msg']})"
+        problem = error.errors()[0]
+        what = ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
+        return None, f"its {METADATA} is damaged or of another version ({what})"
+    if record.sha256 != _digest(record):
+        return None, f"its {METADATA} is damaged (its content is not what was written)"
+    return record, ""
 
 
 def _manifest(folder: Path) -> dict[str, _File]:
     """Every file below, flushed to the disk."""
     files: dict[str, _File] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            _flush(path)
-            files[path.relative_to(folder).as_posix()] = _describe_file(path)
+    for name in sorted(_file_names(folder)):
+        _flush(folder / name)
+        files[name] = _describe_file(folder / name)
     return files
+
+
+def _file_names(folder: Path) -> set[str]:
+    """Paths of the files below, hidden ones left out."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)}
 
 
 def _describe_file(path: Path) -> _File:

@@ -93,17 +93,25 @@ def evaluate(
     prompts: Annotated[
         str | None, Parameter(help="A file of questions, or arithmetic, reasoning_gym, ...; by default the run's own.")
     ] = None,
-    samples: Annotated[Count, Parameter(name=["-k", "--samples"], help="Answers a question; the k of pass@k.")] = 1,
+    samples: Annotated[
+        Count | None,
+        Parameter(
+            name=["-k", "--samples"], help="Answers a question; the k of pass@k. By default the run's own, else 1."
+        ),
+    ] = None,
     count: Annotated[
         Count | None, Parameter(help="How many questions; by default all of a file, as many as the run asks, else 200.")
     ] = None,
-    temperature: Annotated[float, Parameter(help="Divides the logits; 0 takes the likeliest token.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        Parameter(help="Divides the logits; 0 takes the likeliest token. By default the run's own, else 1."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Ask a model held-out questions."""
+    """Ask a model held-out questions; those of a run are asked as in its training."""
     from qarl.assess import assess
 
-    _answer(assess(model, prompts, samples, count, temperature, overrides), as_json)
+    _answer(assess(model, prompts, samples, count, temperature, overrides, say=_progress), as_json)
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, delivered only where nothing is half done."""
+"""SIGINT, SIGTERM and SIGHUP, delivered only where nothing is half done."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interrupts:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._receive)
         return self
 

@@ -1,6 +1,6 @@
-"""How this process waits and keeps memory: set once, before anything heavy is imported.
+"""How this process hashes, waits and keeps memory: set once, before anything heavy is imported.
 
-What the environment says about either is left alone.
+What the environment says about waiting and memory is left alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,26 @@ SAYS_HOW_TO_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "
 
 
 def prepare() -> None:
-    """Share the cores with others, and keep freed memory."""
+    """Hash texts alike in every process, share the cores with others, and keep freed memory.
+
+    The first starts the interpreter again, with the same arguments: call it before anything else is done.
+    """
+    _hash_alike()
     _share_cores()
     _keep_memory()
+
+
+def _hash_alike() -> None:
+    """Start again with PYTHONHASHSEED=0, whatever it is, in case hashes of texts are random here.
+
+    Sets of texts are otherwise in another order in every process, and generators of questions that pick from one
+    would ask others when a run is resumed.
+    """
+    # Once at most: python -E and -I do not read the environment, and -R not this part of it.
+    if not sys.flags.hash_randomization or os.environ.get("PYTHONHASHSEED") == "0":
+        return
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _share_cores() -> None:

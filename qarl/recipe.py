@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from qarl.advantages import AdvantageConfig, GroupStd
 from qarl.config import Config
 from qarl.errors import ConfigurationError
 from qarl.explain import Place, did_you_mean, is_choice, locate, problems
+from qarl.health import Health
 from qarl.learner.config import LearnerConfig
 from qarl.objectives import ObjectiveConfig, Tbpo
 from qarl.prompts import PromptsConfig
@@ -84,6 +86,7 @@ class Recipe(Config):
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Exceptions to the scheme.")
     eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved.")
+    health: Health = Field(default_factory=Health, description="What a run warns of and what it stops for.")
 
     @field_validator("scheme")
     @classmethod
@@ -240,12 +243,30 @@ def _eval_complaints(recipe: Recipe) -> list[str]:
     labels = [term.label for term in recipe.rewards]
     if wanted is not None and wanted not in labels:
         complaints.append(f"eval.correct_term = '{wanted}' is no reward term; {did_you_mean(wanted, labels)}")
-    if recipe.checkpoint.keep_best and (recipe.eval is None or recipe.eval.every == 0):
+    held_out_key = recipe.prompts.held_out_key
+    if recipe.eval is None and held_out_key is not None:
         complaints.append(
-            "checkpoint.keep_best = true without evaluations during the run: nothing says which is best; set "
-            f"eval.every, for example to checkpoint.every = {recipe.checkpoint.every}"
+            f"prompts.{held_out_key} holds questions out that nothing asks: add an [eval] table, or remove the key"
         )
+    if recipe.checkpoint.keep_best:
+        complaints += _best_complaints(recipe.checkpoint.every, 0 if recipe.eval is None else recipe.eval.every)
     return complaints
+
+
+def _best_complaints(saved_every: int, asked_every: int) -> list[str]:
+    """What keeps checkpoints from being rated, given the steps between them and between evaluations."""
+    if asked_every == 0:
+        return [
+            "checkpoint.keep_best = true without evaluations during the run: nothing says which is best; set "
+            f"eval.every, for example to checkpoint.every = {saved_every}"
+        ]
+    if asked_every % saved_every and saved_every % asked_every:
+        return [
+            f"checkpoint.keep_best = true with eval.every = {asked_every} and checkpoint.every = {saved_every}: only "
+            f"checkpoints of every {math.lcm(asked_every, saved_every)} steps would be rated; make one of the two a "
+            "multiple of the other"
+        ]
+    return []
 
 
 def _place(path: Sequence[str]) -> Place:

@@ -64,17 +64,38 @@ class Group:
     completions: tuple[Completion, ...]
 
 
+ErrorKind = Literal["exception", "timeout", "crash", "invalid"]
+"""What keeps a reward term from giving a value: it raised, took too long, ended its process (by a signal, an exit, too
+much memory), or returned what is no finite number."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardError:
+    """Why the reward term `term` has no value for completion `completion` (counted from 0) of a prompt; one line."""
+
+    prompt_id: str
+    completion: int
+    term: str
+    kind: ErrorKind
+    reason: str
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id}, completion {self.completion}, reward {self.term}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRewards:
     """Rewards of one group: `total` [G] float32 and each weighted term's raw values [G].
 
-    NaN marks a completion whose reward could not be computed; it is left out of training and never counts
-    as zero. `errors` says why, one line each.
+    NaN marks a completion without a reward; it is left out of training and never counts as zero. It is one of
+    `num_aborted`, which were not scored, or there are `errors` that say why. In `terms`, NaN also marks a completion
+    that a term does not apply to.
     """
 
     total: Tensor
     terms: Mapping[str, Tensor] = field(default_factory=dict)
-    errors: tuple[str, ...] = ()
+    errors: tuple[RewardError, ...] = ()
+    num_aborted: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,11 @@ from qarl.records import Advantages, Group, GroupRewards, LossInputs, Prompt, Sa
 
 
 class PromptSource(Protocol):
+    @property
+    def skipped(self) -> int:
+        """Rows left out so far because their prompt was too long."""
+        ...
+
     def take(self, step: int, count: int) -> list[Prompt]:
         """The prompts of a step: a function of (seed, step), so that a resumed run sees the same ones."""
         ...
@@ -66,7 +71,10 @@ class Objective(Protocol):
 
 
 class Learner(Protocol):
+    """`optimizer_steps` counts changes of the weights: a failure before the next one leaves a state worth saving."""
+
     version: int
+    optimizer_steps: int
 
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
         """Train on one rollout batch (`updates_per_batch` optimizer steps)."""

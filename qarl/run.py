@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +21,10 @@ from qarl.build import System
 from qarl.checkpoint import Checkpoint, CheckpointStore, has_checkpoints, write_atomically
 from qarl.errors import ConfigurationError, RunError
 from qarl.evaluate import evaluate
+from qarl.health import Watch
 from qarl.interrupts import Interrupted, Interrupts
 from qarl.metrics import Metrics, values
+from qarl.readings import error_lines, refuse_errors
 from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
 from qarl.records import Group, GroupRewards
 from qarl.runfolder import RunFolder, checkpoint_at, run_at
@@ -37,17 +41,32 @@ EVALUATION_STEP = -1
 """In the place of a step in the seed of held-out answers: no training step has it, so the draws are apart, and they
 are the same at every evaluation, so that two of them differ by the weights alone."""
 
-FREE_TO_CHANGE = ("eval", "checkpoint", "engine.kv_bytes", "engine.max_concurrency", "engine.prefill_tokens")
-"""Keys that may differ when a run is resumed: they do not change what a step computes. So may `steps`, under a
-constant learning rate; other schedules stretch over them."""
+FREE_TO_CHANGE = (
+    "eval",
+    "checkpoint",
+    "health",
+    "max_reward_error_share",
+    "learner.max_skipped_updates",
+    "prompts.on_long",
+    "prompts.max_prompt_tokens",
+    "engine.kv_bytes",
+    "engine.max_concurrency",
+    "engine.prefill_tokens",
+)
+"""Keys that may differ when a run is resumed: they do not change what the steps before computed. So may `steps`, under
+a constant learning rate; other schedules stretch over them."""
+
+FORMAT = 2
+"""Of what a run's checkpoints hold; another one is not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run lives, and the checkpoint it goes on from, if there is one."""
+    """Where a run lives, the checkpoint it goes on from, if there is one, and keys that were other when it began."""
 
     folder: RunFolder
     checkpoint: Checkpoint | None
+    changed: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -63,17 +82,16 @@ def open_run(recipe: Recipe, name: str, run_dir: Path | None, resume: str) -> St
     if resume not in ("auto", "never"):
         return _resume_from(recipe, Path(resume), run_dir)
     if run_dir is None:
-        return Start(RunFolder(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"), None)
-    folder = RunFolder(run_dir)
+        run_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = RunFolder(run_dir.absolute())  # wherever a reward function may change to
     if not folder.recipe.exists():
         return Start(folder, None)
     if resume == "never":
         raise ConfigurationError(f"{run_dir}: already holds a run; choose another --run-dir, or --resume auto to go on")
-    _check_same_recipe(recipe, folder)
     if not has_checkpoints(folder.checkpoints):
         _check_nothing_is_lost(folder, recipe)
-        return Start(folder, None)
-    return Start(folder, checkpoint_at(run_dir))
+        return Start(folder, None, _changes(recipe, folder))
+    return _start(recipe, folder, checkpoint_at(folder.path))
 
 
 def train(recipe: Recipe, system: System, start: Start, console: Console) -> dict[str, Any]:
@@ -84,11 +102,13 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
     started = time.perf_counter()
     folder = start.folder
     with folder.lock(), _logging(folder.log, console), Interrupts(log.warning) as interrupts:
-        write_atomically(folder.recipe, to_toml(recipe))
-        log.info("run folder %s", folder.path)
-        log.info("%s", system.account)
-        store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
-        trackers = _trackers(folder, start.step, console)
+        _tell(system, start)
+        with _refusing_disk(folder):
+            write_atomically(folder.recipe, to_toml(recipe))
+            store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
+            if start.checkpoint is not None:
+                store.go_on_from(start.checkpoint)
+            trackers = _trackers(folder, start.step, console)
         run = _Run(recipe, system, store, trackers, start.step)
         try:
             run.restore(start.checkpoint)
@@ -102,12 +122,15 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
             ) from None
         except (ConfigurationError, RunError) as error:
             raise type(error)(f"{error}; {run.keep()}") from error
+        except Exception:
+            log.error("this failure is not one that qarl foresees; %s", run.keep())
+            raise
         finally:
             trackers.close()
         summary = summarize(folder.path, recipe) | {
             "seconds": time.perf_counter() - started,
             "tracker_failures": trackers.failures,
-            "picture": str(draw(folder.path)),
+            "picture": _picture(folder.path),
         }
         best = store.best() if recipe.checkpoint.keep_best else None
         if best is not None:
@@ -116,10 +139,34 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
     return summary
 
 
+def _tell(system: System, start: Start) -> None:
+    """The log's first lines: what was resolved, and what may not have been meant."""
+    log.info("run folder %s", start.folder.path)
+    log.info("%s", system.account)
+    for warning in system.warnings:
+        log.warning("%s", warning)
+    if start.changed:
+        log.warning("goes on with other values of %s", ", ".join(start.changed))
+
+
+@contextmanager
+def _refusing_disk(folder: RunFolder) -> Iterator[None]:
+    """RunError for what the disk refuses before the first step."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or folder.path}: cannot be written: {error.strerror or error}; make room, or choose "
+            "another --run-dir; nothing was lost"
+        ) from error
+
+
 def dry_run(recipe: Recipe, system: System, start: Start, console: Console) -> dict[str, Any]:
     """Say what `train` would do; writes nothing."""
     console.say(to_toml(recipe))
     console.say(system.account)
+    for warning in system.warnings:
+        console.say(f"warning: {warning}")
     todo = (
         f"would run steps {start.step + 1} to {recipe.steps}"
         if start.step < recipe.steps
@@ -138,10 +185,12 @@ def summarize(folder: Path, recipe: Recipe) -> dict[str, Any]:
     if steps:
         summary["reward_first"] = steps[0].get("reward/mean")
         summary["reward_last"] = steps[-1].get("reward/mean")
-    if evaluations and recipe.eval is not None:
+        summary["skipped_updates"] = int(sum(row.get("optim/skipped") or 0 for row in steps))
+    if recipe.eval is not None:
         name = pass_at_1(recipe.eval.name)
-        summary["held_out_before"] = evaluations[0].get(name)
-        summary["held_out_after"] = evaluations[-1].get(name)
+        measured = [row[name] for row in evaluations if name in row]
+        if measured:
+            summary["held_out_before"], summary["held_out_after"] = measured[0], measured[-1]
     return summary
 
 
@@ -158,17 +207,34 @@ def measured_alignment(steps: list[dict[str, Any]]) -> str:
     return f"not exact: bit-equal {min(shares):.4f} of tokens at worst, largest difference {largest}"
 
 
+def _picture(folder: Path) -> str | None:
+    """Draw the run; what is wrong with a picture is no reason to fail at the very end."""
+    try:
+        return str(draw(folder))
+    except OSError as error:
+        log.warning("%s: no picture was drawn: %s", folder, error)
+        return None
+
+
 def describe(summary: Mapping[str, Any]) -> str:
     """The summary for people."""
     lines = [f"finished {summary['steps']} steps in {summary['seconds']:.1f} s"]
-    if summary.get("held_out_after") is not None:
-        lines.append(f"held-out pass@1: {summary['held_out_before']:.3f} before, {summary['held_out_after']:.3f} after")
+    figures = [
+        f"{summary[key]:.3f} {when}"
+        for key, when in (("held_out_before", "before"), ("held_out_after", "after"))
+        if summary.get(key) is not None
+    ]
+    if figures:
+        lines.append(f"held-out pass@1: {', '.join(figures)}")
+    if summary.get("skipped_updates"):
+        lines.append(f"{summary['skipped_updates']} updates were skipped, their gradients were not finite; see run.log")
     if "best_checkpoint" in summary:
         lines.append(f"best checkpoint: {summary['best_checkpoint']}, held-out pass@1 {summary['best_held_out']:.3f}")
     lines.append(f"alignment measured: {summary['alignment']}")
     if summary["tracker_failures"]:
         lines.append(f"{summary['tracker_failures']} trackers failed, see run.log")
-    return "\n".join([*lines, f"run folder: {summary['run_dir']}", f"picture: {summary['picture']}"])
+    lines.append(f"run folder: {summary['run_dir']}")
+    return "\n".join([*lines, *([f"picture: {summary['picture']}"] if summary["picture"] else [])])
 
 
 def pass_at_1(name: str) -> str:
@@ -188,9 +254,9 @@ class _Run:
         self._questions = system.questions
         self._store = store
         self._trackers = trackers
+        self._watch = Watch(recipe.health)
         self._saved: int | None = None
-        # Whether a step was finished here and nothing has begun to change the learner since.
-        self._is_whole = False
+        self._optimizer_steps: int | None = None
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
         """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
@@ -199,6 +265,7 @@ class _Run:
             self._cast.learner.restore(checkpoint.folder)
             self._saved = checkpoint.step
             log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
+        self._optimizer_steps = self._cast.learner.optimizer_steps
         self._cast.engine.load(self._cast.learner.publish())
 
     def before_step(self, step: int) -> Metrics:
@@ -206,15 +273,20 @@ class _Run:
         return self._measure(step) if step == 0 or (every and step % every == 0) else {}
 
     def after_rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
-        for line in (line for group in rewards for line in group.errors):
+        for line in error_lines(rewards):
             log.warning("step %d: %s", step + 1, line)
         self._trackers.rollout(step, groups, rewards)
-        self._is_whole = False
+        refuse_errors(rewards, self._recipe.max_reward_error_share)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._trackers.step(step, metrics)
+        self._trackers.step(step, {**metrics, **_memory()})
         self.done = step + 1
-        self._is_whole = True
+        self._optimizer_steps = self._cast.learner.optimizer_steps
+        warnings, reasons = self._watch.look(metrics)
+        for warning in warnings:
+            log.warning("step %d: %s", self.done, warning)
+        if reasons:
+            raise RunError(f"stopped after step {self.done}: {'; '.join(reasons)}")
         if self.done % self._recipe.checkpoint.every == 0:
             self.save()
 
@@ -228,7 +300,11 @@ class _Run:
         """Store the state after the last finished step, unless it is stored already."""
         if self._saved != self.done:
             learner = self._cast.learner
-            metadata: dict[str, JsonValue] = {"version": learner.version, "prompts": self._last_prompts(self.done)}
+            metadata: dict[str, JsonValue] = {
+                "format": FORMAT,
+                "version": learner.version,
+                "prompts": self._last_prompts(self.done),
+            }
             checkpoint = self._store.save(self.done, learner.save, metadata)
             self._saved = self.done
             log.info("saved %s", checkpoint.folder)
@@ -244,14 +320,15 @@ class _Run:
 
     def _last_prompts(self, done: int) -> str:
         """What identifies the prompts of the last of so many steps."""
-        prompts = self._cast.prompts.take(done - 1, self._recipe.prompts_per_step) if done else []
+        first_round = (done - 1) * self._recipe.sampling.max_rounds
+        prompts = self._cast.prompts.take(first_round, self._recipe.prompts_per_step) if done else []
         asked = [[list(prompt.token_ids), prompt.row] for prompt in prompts]
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
     def keep(self) -> str:
-        """After a failure: save the last finished step, unless the failure struck in the middle of the next update;
-        says what there is to go on from."""
-        if self._is_whole:
+        """After a failure: save the last finished step, unless the next one has begun to change the weights; says what
+        there is to go on from."""
+        if self._cast.learner.optimizer_steps == self._optimizer_steps:
             try:
                 self.save()
             except RunError as error:
@@ -271,15 +348,21 @@ class _Run:
         return metrics
 
 
+def _memory() -> dict[str, float]:
+    """`memory/peak`: the most bytes this process has held at a time so far."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/peak": float(kilobytes) * (1 if sys.platform == "darwin" else 1024)}  # macOS counts bytes
+
+
 def _trackers(folder: RunFolder, first_step: int, console: Console) -> Trackers:
     console.open()
     return Trackers(
+        MetricsFiles(folder.path, first_step),
         [
-            MetricsFiles(folder.path, first_step),
             Completions(folder.completions, first_step),
             TensorBoard(folder.events, first_step),
             console,
-        ]
+        ],
     )
 
 
@@ -289,8 +372,21 @@ def _resume_from(recipe: Recipe, path: Path, run_dir: Path | None) -> Start:
         raise ConfigurationError(f"--resume {path}: is no run folder (it has no recipe.toml) and no checkpoint of one")
     if run_dir is not None and run_dir.resolve() != folder.path.resolve():
         raise ConfigurationError(f"--resume {path}: a run goes on in its own folder; leave --run-dir {run_dir} out")
-    _check_same_recipe(recipe, folder)
-    return Start(folder, checkpoint_at(path))
+    return _start(recipe, RunFolder(folder.path.absolute()), checkpoint_at(path.absolute()))
+
+
+def _start(recipe: Recipe, folder: RunFolder, checkpoint: Checkpoint) -> Start:
+    if checkpoint.metadata.get("format") != FORMAT:
+        raise ConfigurationError(
+            f"{checkpoint.folder}: written by another version of qarl; finish the run with that one, or start a new "
+            f"run from its weights: model = '{checkpoint.folder / 'model'}'"
+        )
+    if checkpoint.step > recipe.steps:
+        raise ConfigurationError(
+            f"steps = {recipe.steps}: {checkpoint.folder} is already past them; raise steps, or take an earlier "
+            "checkpoint"
+        )
+    return Start(folder, checkpoint, _changes(recipe, folder))
 
 
 def _check_nothing_is_lost(folder: RunFolder, recipe: Recipe) -> None:
@@ -303,24 +399,24 @@ def _check_nothing_is_lost(folder: RunFolder, recipe: Recipe) -> None:
         )
 
 
-def _check_same_recipe(recipe: Recipe, folder: RunFolder) -> None:
+def _changes(recipe: Recipe, folder: RunFolder) -> tuple[str, ...]:
+    """Keys that are not as the run began; ConfigurationError where one of them must be."""
     free_keys = (*FREE_TO_CHANGE, "steps") if recipe.learner.schedule.type == "constant" else FREE_TO_CHANGE
-    changed = [
-        key
-        for key in changed_keys(load_recipe(folder.recipe), recipe)
-        if not any(key == free or key.startswith(f"{free}.") for free in free_keys)
-    ]
-    if changed:
+    changed = changed_keys(load_recipe(folder.recipe), recipe)
+    fixed = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
+    if fixed:
         raise ConfigurationError(
-            f"{folder.recipe}: the run was started with other values of {', '.join(changed)}; resume it with those, or "
+            f"{folder.recipe}: the run was started with other values of {', '.join(fixed)}; resume it with those, or "
             "choose another --run-dir for a new run"
         )
+    return tuple(changed)
 
 
 @contextmanager
 def _logging(path: Path, console: Console) -> Iterator[None]:
     """The run's own log goes to `run.log` with times and to the console without, for as long as the run lasts."""
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    with _refusing_disk(RunFolder(path.parent)):
+        to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handlers = (to_file, LogLines(console))
     level = log.level

@@ -16,7 +16,8 @@ from qarl.errors import ConfigurationError
 def run_at(path: Path) -> RunFolder | None:
     """The run whose folder, or one of whose checkpoints, lies at `path`; None where neither does."""
     folder = RunFolder(path.parent.parent if _is_checkpoint(path) else path)
-    return folder if folder.recipe.is_file() else None
+    # Not `Path.is_file`, which raises for what cannot be a path, such as a model's name that is too long for one.
+    return folder if os.path.isfile(folder.recipe) else None
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
@@ -93,14 +94,20 @@ class RunLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(descriptor, 200).decode().strip() or "another process"
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             cause = f"in use by {holder}" if isinstance(error, BlockingIOError) else f"not lockable: {error.strerror}"
             raise ConfigurationError(
                 f"run folder {folder} is {cause}; stop that run or choose another folder with --run-dir"
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"run folder {folder} cannot be written: {error.strerror}; make room, or choose another with --run-dir"
+            ) from error
         self._descriptor = descriptor
         # A forked worker that outlives a killed run would otherwise go on holding the lock.
         os.register_at_fork(after_in_child=self._close)

@@ -27,3 +27,9 @@ def test_its_exit_code_is_the_command_line_s() -> None:
     answer = subprocess.run([sys.executable, "-m", "qarl", "trian"], cwd=ROOT, capture_output=True, text=True)
     assert answer.returncode == 2
     assert "Did you mean" in answer.stderr
+
+
+def test_a_process_that_imports_it_does_not_run_it() -> None:
+    command = [sys.executable, "-c", "import qarl.__main__", "--version"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")

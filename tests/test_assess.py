@@ -34,6 +34,73 @@ def test_the_same_seed_gives_the_same_answers(questions: Path) -> None:
     assert asked[0] == asked[1]
 
 
+def test_the_first_question_is_shown_as_it_is_asked(questions: Path) -> None:
+    said: list[str] = []
+    assess(
+        "tiny",
+        str(questions),
+        1,
+        2,
+        1.0,
+        ["--sampling.max_new_tokens=4", "--prompts.system=Be brief."],
+        say=said.append,
+    )
+    assert len(said) == 1
+    assert said[0].startswith("2 questions; the first one, ") and "  | <|im_start|>system\n  | Be brief." in said[0]
+    assert "tokens, 257 115 121 115 116 ... " in said[0]  # <|im_start|>, s, y, s, t
+
+
+def test_more_questions_than_a_file_has_are_refused(questions: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"sums.jsonl: 7 prompts at a time .* 3 are there.*--count"):
+        assess("tiny", str(questions), 1, 7, 1.0, [])
+    with pytest.raises(ConfigurationError, match=r"sums.jsonl: 7 prompts at a time"):
+        assess("tiny", str(questions), 1, None, 1.0, ["--eval.count=7"])
+
+
+def test_all_questions_of_a_file_are_those_that_are_not_too_long(questions: Path) -> None:
+    with questions.open("a") as file:
+        file.write(json.dumps({"prompt": "1 + " * 50 + "1?", "answer": "51"}))
+    short = ["--sampling.max_new_tokens=4", "--prompts.on_long=skip", "--prompts.max_prompt_tokens=100"]
+    assert assess("tiny", str(questions), 1, None, 1.0, short)["eval/sums/questions"] == 3.0
+    with pytest.raises(ConfigurationError, match="4 prompts at a time are asked for, 3 are there"):
+        assess("tiny", str(questions), 1, 4, 1.0, short)
+
+
+def test_a_run_s_questions_of_a_file_are_put_as_in_its_training(tmp_path: Path, questions: Path) -> None:
+    own = ["--prompts.system=Be brief.", "--prompts.max_prompt_tokens=77", "--prompts.on_long=skip"]
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE, [*own, "--prompts.chat=true"])))
+    form = assessment_recipe(str(tmp_path), str(questions), None, None, None, []).prompts
+    assert (form.type, form.system, form.max_prompt_tokens, form.chat) == ("file", "Be brief.", 77, True)
+    changed = assessment_recipe(
+        str(tmp_path), str(questions), None, None, None, parse_overrides(["--prompts.system=x"])
+    )
+    assert (changed.prompts.system, changed.prompts.max_prompt_tokens) == ("x", 77)
+
+
+def test_a_run_without_a_system_message_is_asked_without_one(tmp_path: Path, questions: Path) -> None:
+    file = f"--prompts={{type='file', path='{questions}', eval_fraction=0.4}}"
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE, [file])))
+    assert assessment_recipe(str(tmp_path), "arithmetic", None, None, None, []).prompts.system is None
+    assert assessment_recipe("tiny", "arithmetic", None, None, None, []).prompts.system is not None
+
+
+def test_a_run_s_own_way_of_asking_holds_unless_another_is_given(tmp_path: Path) -> None:
+    own = ["--eval.samples=4", "--eval.temperature=0.5"]
+    (tmp_path / "recipe.toml").write_text(to_toml(load_recipe(SMOKE, own)))
+    asked = assessment_recipe(str(tmp_path), "arithmetic", None, None, None, []).eval
+    assert asked is not None and (asked.samples, asked.temperature, asked.count) == (4, 0.5, 200)
+    given = assessment_recipe(str(tmp_path), None, 1, None, 0.0, []).eval
+    assert given is not None and (given.samples, given.temperature, given.count) == (1, 0.0, 8)
+    bare = assessment_recipe("tiny", "arithmetic", None, None, None, []).eval
+    assert bare is not None and (bare.samples, bare.temperature) == (1, 1.0)
+
+
+def test_a_file_gives_the_set_a_name_that_metrics_can_have(tmp_path: Path, questions: Path) -> None:
+    spaced = questions.rename(tmp_path / "my sums (1).jsonl")
+    asked = assessment_recipe("tiny", str(spaced), None, None, None, []).eval
+    assert asked is not None and asked.name == "my_sums__1_"
+
+
 def test_a_source_is_asked_by_its_name_and_settings() -> None:
     recipe = assessment_recipe("tiny", "arithmetic", 1, None, 0.0, parse_overrides(["--prompts.maximum=99"]))
     assert recipe.prompts.type == "arithmetic" and recipe.prompts.maximum == 99

@@ -20,15 +20,15 @@ REWARDS = '''
 from pathlib import Path
 
 HERE = Path(__file__).parent
-calls = 0
 
 def lengths(prompts, completions, completion_ids, **columns):
     return [len(ids) / 100 for ids in completion_ids]
 
 def too_few_later(prompts, completions, completion_ids, **columns):
     """Well behaved for an evaluation of one question and two steps of two prompts, until someone mends it."""
-    global calls
-    calls += 1
+    with (HERE / "calls").open("a+") as file:  # calls may come in several processes
+        file.write("x")
+        calls = file.tell()
     values = lengths(prompts, completions, completion_ids)
     return values if calls <= 5 or (HERE / "mended").exists() else values[1:]
 '''
@@ -95,7 +95,7 @@ REFUSALS = {
     "greedy training": Refusal(
         ("--sampling.temperature=0",),
         "command line: sampling.temperature = 0",
-        "must be greater than 0",
+        "must be greater than or equal to 0.01",
         "is not a policy to train",
     ),
     "group of one": Refusal(
@@ -179,8 +179,8 @@ def test_a_reward_that_returns_too_few_values_ends_the_run_and_loses_nothing(
     assert run_command(command) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "too_few_later returned 3 values for 4 completions of prompt arithmetic/2-0" in error
-    assert "must return a list with one number for each completion" in error
+    assert "8 of 8 completions have no reward" in error
+    assert "prompt arithmetic/2-0, completion 0, reward python: returned 3 values for 4 completions" in error
     assert f"{Path('run', 'checkpoints', 'step-2')} is the last checkpoint" in error
     assert [row["step"] for row in read_lines(desk / "run" / "metrics.jsonl")] == [0, 1]
 

@@ -89,6 +89,19 @@ def test_the_account_shows_the_model_the_plan_and_the_first_prompt() -> None:
     assert "quantized 13 of 15 matrices" in account
     assert "optimizer adamw:\n  embedding  adamw lr 0.001" in account
     assert "  | What is " in account
+    assert ", 257 " in account  # <|im_start|>, the first token of the first prompt
+
+
+def test_every_row_of_a_file_is_checked_against_the_rewards_and_held_out_ones_too(tmp_path: Path) -> None:
+    training, held_out = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    good = [f'{{"prompt": "{number}", "answer": "{number}"}}' for number in range(20)]
+    bad = '{"prompt": "20", "answer": {"value": 20}}'
+    for rows, tests in (([*good, bad], good), (good, [*good[:2], bad])):
+        training.write_text("\n".join(rows), encoding="utf-8")
+        held_out.write_text("\n".join(tests), encoding="utf-8")
+        table = ["--prompts.type=file", f"--prompts.path={training}", f"--prompts.eval_path={held_out}"]
+        with pytest.raises(ConfigurationError, match=r"the answer of prompt .* must be a text, a number"):
+            build(recipe_of(*table, "--eval.count=3"))
 
 
 def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -111,8 +124,9 @@ def test_the_account_counts_what_was_too_long(tmp_path: Path) -> None:
         '{"prompt": "1 + 1", "answer": "2"}\n' * 4 + '{"prompt": "' + "1 + " * 99 + '1", "answer": "100"}\n'
     )
     file = [f"--prompts={{type = 'file', path = '{rows}', on_long = 'skip', max_prompt_tokens = 100}}"]
-    account = build(recipe_of(*file, "--eval.count=1", "--prompts.eval_fraction=0.2")).account
-    assert "prompts rendered with the chat template, 1 left out as too long; the first one" in account
+    system = build(recipe_of(*file, "--eval.count=1", "--prompts.eval_fraction=0.2", "--prompts_per_step=2"))
+    assert "prompts rendered with the chat template, 1 left out as too long; the first one" in system.account
+    assert "3 of 3 prompts to train on are also held out" in "".join(system.warnings)
 
 
 def test_rollouts_report_their_progress() -> None:

@@ -185,6 +185,66 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_reason_logged(
         open_checkpoint(tmp_path / "step-2")
 
 
+@pytest.mark.parametrize(
+    ("written", "damaged"),
+    [('"step": 2', '"step": 3'), ('"serial": 2', '"serial": 6'), ('"version": 3', '"version": 2'), ("null", "0.5")],
+)
+def test_a_record_that_is_not_what_was_written_is_damaged(tmp_path: Path, written: str, damaged: str) -> None:
+    """It reads well, and would let a run go on from another step than that of its weights."""
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    record = tmp_path / "step-2" / "metadata.json"
+    assert written in record.read_text()
+    record.write_text(record.read_text().replace(written, damaged, 1))
+    with pytest.raises(ConfigurationError, match=r"step-2: its metadata\.json is damaged \(its content is not what"):
+        open_checkpoint(tmp_path / "step-2")
+    found = store.newest()
+    assert found is not None and found.step == 1
+
+
+def test_a_record_of_another_version_says_which_key_it_lacks(tmp_path: Path) -> None:
+    save(CheckpointStore(tmp_path), 1)
+    record = tmp_path / "step-1" / "metadata.json"
+    content = json.loads(record.read_text())
+    del content["sha256"]
+    record.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"damaged or of another version \(sha256: Field required\)"):
+        open_checkpoint(tmp_path / "step-1")
+
+
+def test_a_file_that_was_not_written_with_a_checkpoint_makes_it_damaged_but_for_hidden_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (tmp_path / "step-1" / ".DS_Store").write_text("")
+    (tmp_path / "step-1" / ".cache").mkdir()
+    (tmp_path / "step-1" / ".cache" / "file").write_text("")
+    assert open_checkpoint(tmp_path / "step-1").step == 1
+    (tmp_path / "step-1" / "learner" / "added_tokens.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"step-1/learner/added_tokens\.json: was not written with the checkp"):
+        open_checkpoint(tmp_path / "step-1")
+    assert store.newest() is None
+
+
+def test_a_place_where_no_checkpoints_can_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/checkpoints: checkpoints cannot be written here: Not a directory"):
+        CheckpointStore(tmp_path / "file" / "checkpoints")
+
+
+def test_going_back_where_the_disk_refuses_is_a_run_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(RunError, match=r"step-1: could not be made the newest: No space left on device"):
+        store.go_on_from(open_checkpoint(tmp_path / "step-1"))
+
+
 @pytest.mark.parametrize("content", [None, "", "step-99\n"])
 def test_a_lost_or_wrong_marker_costs_nothing(tmp_path: Path, content: str | None) -> None:
     store = CheckpointStore(tmp_path)

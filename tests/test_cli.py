@@ -37,7 +37,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["train"], "requires an argument"),
         (["train", "absent.toml"], "absent.toml: cannot be read"),
         (["train", SMOKE, "--learner.lrr=1"], "learner.lrr = 1: unknown key; did you mean 'lr'?"),
-        (["train", SMOKE, "--sampling.temperature=0"], "sampling.temperature = 0: must be greater than 0"),
+        (
+            ["train", SMOKE, "--sampling.temperature=0"],
+            "sampling.temperature = 0: must be greater than or equal to 0.01",
+        ),
         (["train", SMOKE, "--resume", "nowhere"], "--resume nowhere: is no run folder"),
         (["eval", "tiny"], "of a bare model --prompts is required"),
         (["eval", "tiny", "--prompts", "arithmetik"], "did you mean 'arithmetic'?"),

@@ -27,9 +27,11 @@ class Log:
 @dataclass
 class FakePrompts:
     log: Log
+    skipped: int = 0
 
     def take(self, step: int, count: int) -> list[Prompt]:
         self.log.calls.append(f"take {step} {count}")
+        self.skipped += 3
         return [Prompt(f"fake/{step}/{index}", (1, 2), "ask", {}) for index in range(count)]
 
 
@@ -91,8 +93,10 @@ class FakeLearner:
 
     log: Log
     version: int = 0
+    optimizer_steps: int = 0
     state: float = 0.0
     trained: list[Advantages] = field(default_factory=list)
+    groups: list[Sequence[Group]] = field(default_factory=list)
     signal_during_update: int | None = None
 
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
@@ -100,6 +104,7 @@ class FakeLearner:
         if self.signal_during_update is not None:
             os.kill(os.getpid(), self.signal_during_update)
         self.trained.append(advantages)
+        self.groups.append(groups)
         tokens = torch.cat([completion.token_ids for group in groups for completion in group.completions])
         self.state = 0.5 * self.state + float(tokens.sum())
         self.version += 1
@@ -166,6 +171,7 @@ def test_reports_carry_every_room_s_metrics_and_the_times_of_the_parts() -> None
     metrics = notes.metrics[1]
     assert metrics["reward/mean"] == 0.5
     assert metrics["completion/length_mean"] == 3.0
+    assert (metrics["prompts/length_mean"], metrics["prompts/skipped"]) == (2.0, 3.0)
     assert metrics["perf/bubble"] == 0.25
     assert metrics["eval/held_out/pass@1"] == 1.0
     assert notes.metrics[2]["objective/loss"] == cast.learner.state
@@ -188,6 +194,42 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
 
     assert first + rest == whole
     assert len(set(whole)) == 3
+
+
+@dataclass
+class RewardByPrompt:
+    """Groups of equal rewards, but for the prompts of these takes and places in them."""
+
+    unequal: set[tuple[int, int]]
+
+    def __call__(self, groups: Sequence[Group]) -> list[GroupRewards]:
+        places = [tuple(map(int, group.prompt.id.split("/")[1:])) for group in groups]
+        return [GroupRewards(torch.tensor([0.0, 1.0 if place in self.unequal else 0.0])) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("unequal", "rounds", "trained"),
+    [
+        ({(3, 0), (3, 1)}, 1, ["3/0", "3/1"]),
+        ({(3, 1), (4, 0), (4, 1)}, 2, ["3/1", "4/0"]),
+        ({(5, 1)}, 3, ["3/0", "5/1"]),
+        (set(), 3, ["3/0", "3/1"]),
+    ],
+)
+def test_prompts_are_asked_until_enough_groups_can_teach(
+    unequal: set[tuple[int, int]], rounds: int, trained: list[str]
+) -> None:
+    cast, log = cast_of_fakes()
+    cast = Cast(cast.prompts, cast.engine, RewardByPrompt(unequal), cast.advantage, cast.learner)
+    plan = Plan(7, 2, 2, 2, PLAN.sampling, max_rounds=3)
+    metrics = run(cast, first_step=1, plan=plan).metrics[0]
+    assert [call for call in log.calls if call.startswith("take")] == [f"take {3 + index} 2" for index in range(rounds)]
+    seeds = ["(7, 1)", "(7, 1, 1)", "(7, 1, 2)"]
+    assert [call for call in log.calls if call.startswith("gen")] == [f"generate v0 seed {s}" for s in seeds[:rounds]]
+    assert [group.prompt.id.removeprefix("fake/") for group in cast.learner.groups[0]] == trained
+    assert metrics["perf/rollout_rounds"] == rounds
+    # All that was sampled, not what was chosen of it.
+    assert metrics["reward/mean"] == len([place for place in unequal if place[0] < 3 + rounds]) / (4 * rounds)
 
 
 def test_rewards_that_could_not_be_computed_reach_the_learner_as_nan_and_no_mean() -> None:

@@ -35,6 +35,29 @@ def run(how: str = "prepared", **environment: str) -> tuple[int, str]:
     return int(faults), spins
 
 
+HASH = """
+import sys
+from qarl.process import prepare
+prepare()
+print(hash("order"), sys.argv[1:], sys.stdin.read(), sys.flags.hash_randomization)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-I",), ("-E",), ("-R",)], ids=str)
+def test_texts_hash_alike_in_every_process_unless_python_is_told_to_ignore_it(options: tuple[str, ...]) -> None:
+    said = set()
+    for seed in ("1", "2", "random", None):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+        environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
+        code = f"import sys; sys.path[:] = {sys.path!r}\n{HASH}"
+        command = [sys.executable, *options, "-c", code, "--x", "y z"]
+        result = subprocess.run(command, env=environment, input="typed", check=True, capture_output=True, text=True)
+        hashed, _, rest = result.stdout.partition(" ")
+        assert rest.startswith("['--x', 'y z'] typed")
+        said.add(hashed)
+    assert len(said) == (4 if options else 1)
+
+
 @glibc
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise():
     anew = run("as it is")[0]

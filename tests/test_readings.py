@@ -5,9 +5,19 @@ import math
 import pytest
 import torch
 
+from qarl.errors import RunError
 from qarl.metrics import values
-from qarl.readings import completion_metrics, num_tokens, repeated_ngrams, reward_metrics
-from qarl.records import Completion, FinishReason, Group, GroupRewards, Prompt
+from qarl.readings import (
+    MOST_ERROR_LINES,
+    completion_metrics,
+    error_lines,
+    num_tokens,
+    prompt_metrics,
+    refuse_errors,
+    repeated_ngrams,
+    reward_metrics,
+)
+from qarl.records import Completion, ErrorKind, FinishReason, Group, GroupRewards, Prompt, RewardError
 
 
 def completion(tokens: list[int], logprobs: list[float] | None = None, reason: FinishReason = "stop") -> Completion:
@@ -38,6 +48,60 @@ def test_no_gradable_reward_has_no_mean_rather_than_zero() -> None:
     found = values(reward_metrics([GroupRewards(torch.tensor([math.nan, math.nan]))]))
     assert math.isnan(found["reward/mean"])
     assert found["reward/errors"] == 2.0
+
+
+def failed(
+    prompt_id: str, count: int, kind: ErrorKind = "timeout", reason: str = "took longer than 1 s"
+) -> GroupRewards:
+    """Four completions, of which the first `count` failed."""
+    errors = tuple(RewardError(prompt_id, index, "math", kind, reason) for index in range(count))
+    return GroupRewards(torch.tensor([math.nan] * count + [1.0] * (4 - count)), errors=errors)
+
+
+def test_failures_are_counted_by_their_kind_and_aborted_completions_are_none() -> None:
+    watched = GroupRewards(torch.ones(2), errors=(RewardError("p/2", 0, "watch", "crash", "was killed by SIGKILL"),))
+    aborted = GroupRewards(torch.tensor([math.nan, 1.0]), num_aborted=1)
+    found = values(reward_metrics([failed("p/0", 2), failed("p/1", 1, "invalid"), watched, aborted]))
+    assert found["reward/errors"] == 3.0
+    kinds = {kind: found[f"reward/errors/{kind}"] for kind in ("exception", "timeout", "crash", "invalid")}
+    assert kinds == {"exception": 0.0, "timeout": 2.0, "crash": 1.0, "invalid": 1.0}
+
+
+def test_too_many_failures_end_the_run() -> None:
+    rewards = [failed("p/0", 0), failed("p/1", 2)]
+    refuse_errors(rewards, 0.25)
+    with pytest.raises(
+        RunError,
+        match=r"2 of 8 completions have no reward, the limit is a share of 0.2; the first: prompt p/1, completion 0, "
+        r"reward math: took longer than 1 s\. .* raise max_reward_error_share",
+    ):
+        refuse_errors(rewards, 0.2)
+
+
+def test_aborted_completions_are_in_no_share() -> None:
+    aborted = GroupRewards(torch.tensor([math.nan] * 4), num_aborted=4)
+    refuse_errors([aborted], 0.0)
+    refuse_errors([aborted, failed("p/0", 2)], 0.5)
+    with pytest.raises(RunError, match="2 of 4 completions"):
+        refuse_errors([aborted, failed("p/0", 2)], 0.49)
+
+
+def test_errors_are_told_once_for_every_reason_the_frequent_ones_first() -> None:
+    rare = failed("p/0", 1, "exception", "KeyError: 'gold'")
+    assert error_lines([rare, failed("p/1", 2), failed("p/2", 3)]) == [
+        "prompt p/1, completion 0, reward math: took longer than 1 s (5 times)",
+        "prompt p/0, completion 0, reward math: KeyError: 'gold'",
+    ]
+    assert error_lines([failed("p/0", 0)]) == []
+
+
+def test_many_reasons_take_a_bounded_number_of_lines() -> None:
+    groups = [failed(f"p/{index}", 1, "exception", f"ValueError: {index}") for index in range(30)]
+    lines = error_lines([*groups, failed("p/30", 4)])
+    assert len(lines) == MOST_ERROR_LINES
+    assert lines[0].endswith("took longer than 1 s (4 times)")
+    assert lines[-1] == "and 22 more errors of 22 other reasons"
+    assert len(error_lines(groups[:MOST_ERROR_LINES])) == MOST_ERROR_LINES
 
 
 def test_completion_lengths_and_truncation() -> None:
@@ -74,6 +138,12 @@ def test_ngrams_that_repeat_an_earlier_one_are_counted(tokens: list[int], length
 def test_error_tokens_are_those_below_one_in_ten_thousand() -> None:
     found = values(completion_metrics([group(completion([1, 2, 3, 4], [-0.1, -9.0, -9.3, -20.0]))]))
     assert found["completion/error_tokens"] == 0.5  # log(1e-4) = -9.21
+
+
+def test_prompt_lengths_and_rows_left_out() -> None:
+    prompts = [Prompt("p/0", (1, 2, 3), "", {}), Prompt("p/1", (1,), "", {})]
+    found = values(prompt_metrics(prompts, skipped=4))
+    assert found == {"prompts/length_max": 3.0, "prompts/length_mean": 2.0, "prompts/skipped": 4.0}
 
 
 def test_tokens_are_counted_over_all_groups() -> None:

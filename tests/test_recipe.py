@@ -111,6 +111,15 @@ def test_overrides_are_split_at_dots_outside_quotes() -> None:
         ("--rewards.2.type=length", "'2' is no position in a list of 1; count from 0"),
         ("--model.name=x", "model is a value and has no keys of its own"),
         ("--eval.correct_term=ansr", "is no reward term; did you mean 'answer'?"),
+        (
+            "--prompts={type='file', path='a.jsonl', eval_fraction=0.1}",
+            "prompts.eval_fraction holds questions out that",
+        ),
+        ("--prompts={type='file', path='a.jsonl', eval_path='b.jsonl'}", "prompts.eval_path holds questions out that"),
+        (
+            "--prompts={type='datasets', path='a', eval_split='b'}",
+            "prompts.eval_split holds questions out that nothing",
+        ),
         ("--learner.lr=nan", "must be a finite number"),
         ("steps=3", "steps=3: is no option"),
         ("--steps", "--steps: has no value"),
@@ -132,6 +141,27 @@ def test_all_problems_are_reported_at_once(small: Path) -> None:
     found = refusal(small).splitlines()
     assert len(found) == 2
     assert "stepz" in "".join(found) and "objective.cup" in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("asked_every", "saved_every", "rated_every"), [(3, 2, 6), (7, 10, 70), (10, 25, 50), (5, 10, 0), (20, 10, 0)]
+)
+def test_the_best_checkpoint_needs_steps_that_are_both_asked_and_saved(
+    small: Path, asked_every: int, saved_every: int, rated_every: int
+) -> None:
+    keys = (
+        "--checkpoint.keep_best=true", f"--eval.every={asked_every}", f"--checkpoint.every={saved_every}"
+    )  # fmt: skip
+    if rated_every:
+        assert f"only checkpoints of every {rated_every} steps would be rated" in refusal(small, *keys)
+    else:
+        assert load_recipe(small, keys).checkpoint.keep_best
+    assert not load_recipe(small, keys[1:]).checkpoint.keep_best
+
+
+def test_questions_that_are_held_out_may_be_asked(small: Path) -> None:
+    held_out = "--prompts={type='file', path='a.jsonl', eval_fraction=0.1}"
+    assert load_recipe(small, [held_out, "--eval.count=5"]).prompts.held_out_key == "eval_fraction"
 
 
 def test_greedy_held_out_answers_are_asked_for_once(small: Path) -> None:

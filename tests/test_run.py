@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from qarl.build import System, build
 from qarl.checkpoint import newest_checkpoint
@@ -18,7 +20,7 @@ from qarl.interrupts import Interrupted
 from qarl.loop import Cast
 from qarl.metrics import Last, Metrics
 from qarl.recipe import Recipe, load_recipe
-from qarl.records import Advantages, Group, GroupRewards
+from qarl.records import Advantages, Group, GroupRewards, RewardError
 from qarl.run import Start, describe, dry_run, measured_alignment, open_run, summarize, train
 from qarl.tracking.console import Console
 from qarl.tracking.jsonl import read_lines
@@ -42,7 +44,8 @@ def run_in(folder: Path, recipe: Recipe, system: System | None = None, resume: s
 def timeless(folder: Path) -> list[dict[str, object]]:
     """Metrics without those that a clock makes."""
     rows = read_lines(folder / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))} for row in rows]
+    of_clock = ("time/", "perf/", "memory/")
+    return [{key: value for key, value in row.items() if not key.startswith(of_clock)} for row in rows]
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path: Path) -> None:
@@ -86,19 +89,27 @@ def test_steps_past_the_checkpoint_are_run_again_and_reported_once(tmp_path: Pat
 class SignallingLearner:
     """Sends this process a signal during one update, or fails in it."""
 
-    def __init__(self, system: System, at_version: int, failure: Exception | None = None) -> None:
+    def __init__(
+        self, system: System, at_version: int, failure: Exception | None = None, is_under_way: bool = False
+    ) -> None:
         self._learner = system.cast.learner
         self._at_version = at_version
         self._failure = failure
+        self._is_under_way = is_under_way
         self.publish, self.save, self.restore = self._learner.publish, self._learner.save, self._learner.restore
 
     @property
     def version(self) -> int:
         return self._learner.version
 
+    @property
+    def optimizer_steps(self) -> int:
+        return self._learner.optimizer_steps
+
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
         if self.version == self._at_version:
             if self._failure is not None:
+                self._learner.optimizer_steps += self._is_under_way
                 raise self._failure
             os.kill(os.getpid(), signal.SIGTERM)
         return self._learner.update(groups, advantages)
@@ -127,7 +138,8 @@ def test_a_run_that_fails_names_its_last_checkpoint_and_leaves_its_batch(tmp_pat
     folder = tmp_path / "run"
     recipe = recipe_of("--steps=4")
     system = build(recipe)
-    failing = with_learner(system, SignallingLearner(system, at_version=3, failure=RunError("gradient overflow")))
+    learner = SignallingLearner(system, at_version=3, failure=RunError("gradient overflow"), is_under_way=True)
+    failing = with_learner(system, learner)
     with pytest.raises(RunError, match=r"gradient overflow; .*step-2 is the last checkpoint"):
         run_in(folder, recipe, failing)
     assert (folder / "completions" / "step-3.jsonl").exists()
@@ -152,6 +164,124 @@ def test_a_failure_between_updates_loses_no_finished_step(tmp_path: Path) -> Non
     run_in(folder, recipe)
     run_in(tmp_path / "unbroken", recipe)
     assert timeless(folder) == timeless(tmp_path / "unbroken")
+
+
+def test_too_many_errors_of_a_reward_end_the_run_with_the_sample_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100", "--max_reward_error_share=0.5")
+    system = build(recipe)
+    cast = system.cast
+
+    def failing(groups: Sequence[Group]) -> list[GroupRewards]:
+        rewards = cast.reward(groups)
+        if not (folder / "completions" / "step-1.jsonl").exists():  # two steps are to go well
+            return rewards
+        prompt = groups[0].prompt.id
+        errors = tuple(RewardError(prompt, index, "answer", "timeout", "took longer") for index in range(4))
+        return [GroupRewards(torch.full_like(one.total, math.nan), one.terms, errors) for one in rewards]
+
+    broken = Cast(cast.prompts, cast.engine, failing, cast.advantage, cast.learner)
+    with pytest.raises(RunError, match=r"8 of 8 completions have no reward, .* took longer\. .*step-2 is the last"):
+        run_in(folder, recipe, System(broken, system.plan, system.questions, system.account))
+    rows = [json.loads(line) for line in (folder / "completions" / "step-2.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [None] * 8
+    assert [record.message for record in caplog.records if "took longer" in record.message] == [
+        f"step 3: prompt {rows[0]['prompt_id']}, completion 0, reward answer: took longer (8 times)"
+    ]
+
+
+class Unforeseen(Exception):
+    """Of a kind that qarl does not raise."""
+
+
+@pytest.mark.parametrize("failure", [RunError("no room"), Unforeseen("no room"), MemoryError("no room")])
+def test_a_failure_before_an_update_changes_anything_loses_no_finished_step(
+    tmp_path: Path, failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100")
+    system = build(recipe)
+    with pytest.raises(type(failure), match="no room"):
+        run_in(folder, recipe, with_learner(system, SignallingLearner(system, at_version=3, failure=failure)))
+    found = newest_checkpoint(folder / "checkpoints")
+    assert found is not None and found.step == 3
+    if not isinstance(failure, RunError):
+        assert f"{found.folder} is the last checkpoint" in caplog.text
+
+
+def test_a_run_that_went_back_to_an_earlier_checkpoint_goes_on_from_there_even_if_it_ends_at_once(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4")
+    run_in(folder, recipe)
+    earlier = str(folder / "checkpoints" / "step-2")
+    system = build(recipe)
+    stopped = with_learner(system, SignallingLearner(system, at_version=2, failure=Unforeseen("killed")))
+    start = open_run(recipe, "test", None, earlier)
+    with pytest.raises(Unforeseen):
+        train(recipe, stopped, start, Console(io.StringIO(), 2, 4))
+    assert open_run(recipe, "test", folder, "auto").step == 2
+    run_in(folder, recipe)
+    assert [row["step"] for row in timeless(folder)] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_past_the_last_step_is_refused(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", recipe_of("--steps=3"))
+    with pytest.raises(ConfigurationError, match=r"steps = 2: .*step-3 is already past them"):
+        open_run(recipe_of("--steps=2"), "test", tmp_path / "run", "auto")
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in(tmp_path / "run", recipe_of("--steps=2"))
+    monkeypatch.setattr("qarl.run.FORMAT", 99)
+    with pytest.raises(ConfigurationError, match=r"another version of qarl; .*model = '.*step-2/model'"):
+        open_run(recipe_of("--steps=2"), "test", tmp_path / "run", "auto")
+
+
+def test_what_a_remedy_names_may_be_changed_and_is_told(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", recipe_of("--steps=1"))
+    changes = ("--prompts.on_long=skip", "--max_reward_error_share=0.5", "--learner.max_skipped_updates=9")
+    said = run_in(tmp_path / "run", recipe_of("--steps=2", *changes, "--health.truncated.action=stop"))
+    for key in ("prompts.on_long", "max_reward_error_share", "learner.max_skipped_updates", "health.truncated.action"):
+        assert key in said.partition("goes on with other values of ")[2].partition("\n")[0]
+
+
+def test_a_sick_run_stops_with_the_reason_and_its_state_saved(tmp_path: Path) -> None:
+    rule = ("--health.truncated.limit=0.0", "--health.truncated.steps=2", "--health.truncated.action=stop")
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100", *rule)
+    said = r"stopped after step 2: answers do not end .*completion/truncated = .* for 2 steps in a row .*step-2"
+    with pytest.raises(RunError, match=said):
+        run_in(tmp_path / "run", recipe)
+    assert [row["step"] for row in timeless(tmp_path / "run")] == [0, 1]
+
+
+def test_a_sign_of_sickness_is_warned_of_once(tmp_path: Path) -> None:
+    rule = ("--health.truncated.limit=0.0", "--health.truncated.steps=2", "--health.truncated.action=warn")
+    said = run_in(tmp_path / "run", recipe_of("--steps=4", *rule))
+    assert said.count("answers do not end within sampling.max_new_tokens") == 1
+
+
+def test_an_unaligned_uncorrected_quantized_run_is_warned_of(tmp_path: Path) -> None:
+    unaligned = ("--alignment=none", "--objective.type=grpo")
+    assert "set objective.correction" in run_in(tmp_path / "plain", recipe_of("--steps=1", *unaligned))
+    corrected = (*unaligned, "--objective.correction.type=token_tis")
+    assert "set objective.correction" not in run_in(tmp_path / "corrected", recipe_of("--steps=1", *corrected))
+    assert "fp8: emulated" in run_in(tmp_path / "fp8", recipe_of("--steps=1", "--scheme=fp8"))
+
+
+def test_a_summary_without_a_first_evaluation_shows_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "optim/skipped": 2.0}\n{"step": 1, "optim/skipped": 1.0}\n')
+    rows = [{"step": 0, "eval/other/pass@1": 0.5}, {"step": 1, "eval/held_out/pass@1": 0.75}]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarize(tmp_path, recipe_of())
+    said = describe({**summary, "seconds": 1.0, "tracker_failures": 0, "picture": None})
+    assert "held-out pass@1: 0.750 before, 0.750 after" in said
+    assert "3 updates were skipped" in said
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "eval/held_out/pass@1": null}\n' + json.dumps(rows[1]))
+    assert "held_out_before" in summarize(tmp_path, recipe_of())
 
 
 def test_a_failure_while_restoring_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
@@ -199,7 +329,7 @@ def test_a_second_run_in_a_folder_goes_on_or_is_refused(tmp_path: Path) -> None:
 def test_without_a_run_dir_every_run_has_a_folder_of_its_own() -> None:
     start = open_run(recipe_of(), "smoke", None, "auto")
     assert start.checkpoint is None
-    assert start.folder.path.parent == Path("runs")
+    assert start.folder.path.parent == Path("runs").absolute()
     assert start.folder.path.name.startswith(time.strftime("smoke-%Y"))
 
 

@@ -1,5 +1,6 @@
 """The lock of a run folder, and where things lie in it."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qarl.errors import ConfigurationError
-from qarl.runfolder import RunFolder, RunLock
+from qarl.runfolder import RunFolder, RunLock, run_at
 
 
 def test_the_paths_are_those_of_the_contract() -> None:
@@ -33,11 +34,10 @@ def test_the_lock_dies_with_its_process_even_when_a_forked_worker_lives_on(tmp_p
     child = os.fork()
     if child == 0:
         RunLock(tmp_path).__enter__()
-        worker = os.fork()
-        if worker == 0:
+        if os.fork() == 0:
             signal.alarm(20)
-            signal.pause()
-        os.write(ready_in, str(worker).encode())
+            # Said by the worker itself: what it closes after the fork is closed by now.
+            os.write(ready_in, str(os.getpid()).encode())
         signal.pause()
     worker = int(os.read(ready_out, 20))
     try:
@@ -63,3 +63,20 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"file/run cannot be written: Not a directory"):
         RunLock(tmp_path / "file" / "run").__enter__()
+
+
+def test_a_full_disk_is_said_and_the_lock_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refused)
+        with pytest.raises(ConfigurationError, match=r"cannot be written: No space left on device; make room"):
+            RunLock(tmp_path).__enter__()
+    with RunLock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "a\0b"])
+def test_what_cannot_be_a_path_is_no_run(name: str) -> None:
+    assert run_at(Path(name)) is None

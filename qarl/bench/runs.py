@@ -25,6 +25,10 @@ PARTS = ("step", "rollout", "reward", "learner", "publish")
 """What is timed of a step."""
 
 
+AT_A_TIME = 64
+"""Completions that the engine of `learner` decodes at a time, as a run's does by default."""
+
+
 def rollout(
     model: str,
     scheme: str,
@@ -83,7 +87,7 @@ def learner(
     trained token and head weight.
     """
     repeats = repeats or timing.REPEATS
-    system = system_for(model, scheme, batch)
+    system = system_for(model, scheme, min(batch, AT_A_TIME))  # the learner is measured, not an engine of any size
     engine, trainee = system.cast.engine, system.cast.learner
     assert isinstance(engine, NativeEngine) and isinstance(trainee, LocalLearner)
     engine.load(trainee.publish())

@@ -41,7 +41,8 @@ class MicroBatch:
     """Packed inputs, where to read predictions, and the padded frame [B, L] that objectives see.
 
     Scored token s is predicted at packed row `scored_rows_S[s]`, is token `targets_S[s]`, and stands at
-    (`sequence_S[s]`, `time_S[s]`) of the frame. `longest` exceeds every position.
+    (`sequence_S[s]`, `time_S[s]`) of the frame. `longest` exceeds every position. Completion b answers the prompt
+    `prompt_ids[b]`.
     """
 
     token_ids_T: Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     tokens_BL: Tensor
     mask_BL: Tensor
     advantages_B: Tensor
+    prompt_ids: tuple[str, ...]
 
     def frame(self, scored_S: Tensor) -> Tensor:
         """Put one number per scored token into the [B, L] frame; the padding is 0. Differentiable."""
@@ -135,6 +137,7 @@ class _Layout:
         self.families = [0]
         self.scored_rows: list[Tensor] = []
         self.samples: list[Sample] = []
+        self.prompt_ids: list[str] = []
         self.length = 0
 
     def add(self, share: Share) -> None:
@@ -150,6 +153,7 @@ class _Layout:
             own_rows = torch.arange(first_row, first_row + len(inputs))
             self.scored_rows.append(torch.cat([torch.tensor([last_prompt_row]), own_rows]))
             self.samples.append(sample)
+            self.prompt_ids.append(share.prompt.id)
         self.families.append(self.length)
 
     def _run(self, tokens: Tensor, first_position: int, spans: list[tuple[int, int]]) -> None:
@@ -181,6 +185,7 @@ class _Layout:
             tokens_BL=torch.zeros(mask_BL.shape, dtype=torch.int64).index_put(place, targets_S),
             mask_BL=mask_BL,
             advantages_B=torch.tensor([sample.advantage for sample in self.samples], dtype=torch.float32),
+            prompt_ids=tuple(self.prompt_ids),
         )
 
     def _packed_spans(self, positions_T: Tensor) -> Spans:

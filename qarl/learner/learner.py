@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ from qarl.sync.snapshot import operands_of, take_snapshot, unquantized
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger("qarl")
+
 Alignment = Literal["auto", "none"]
 
 GRIDS: Mapping[str, IntegerFormat | None] = {"auto": INT16, "int8": INT8, "fp32": None}
@@ -48,7 +51,9 @@ GRIDS: Mapping[str, IntegerFormat | None] = {"auto": INT16, "int8": INT8, "fp32"
 
 
 class LocalLearner:
-    """One process, one model. `version` counts the rollout batches trained."""
+    """One process, one model. `version` counts the rollout batches trained, `optimizer_steps` what this process made
+    of them.
+    """
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class LocalLearner:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.version = 0
+        self.optimizer_steps = 0
         self.skipped_in_a_row = 0
         self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
         self._snapshot = self._requantize()
@@ -85,6 +91,7 @@ class LocalLearner:
         """The current weights, quantized once: the learner's own forward uses the same."""
         return self._snapshot
 
+    @torch.enable_grad()
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
         """Train on one rollout batch in `updates_per_batch` optimizer steps, over consecutive prompts.
 
@@ -253,22 +260,25 @@ class LocalLearner:
         )
         engine_S, is_exact = micro.engine_BL[micro.mask_BL], self._is_exact()
         if is_exact and is_first:
-            self._require_equal(new_S.detach(), engine_S)
+            self._require_equal(micro, new_S.detach(), engine_S)
         report.loss.backward()
         if is_exact and not is_first:
             return report.metrics  # the weights have moved since the rollout: this is no mismatch
         learner_S = new_S.detach() if is_exact else old_BL[micro.mask_BL]
         return report.metrics | mismatch_metrics(learner_S, engine_S)
 
-    def _require_equal(self, learner_S: Tensor, engine_S: Tensor) -> None:
+    def _require_equal(self, micro: MicroBatch, learner_S: Tensor, engine_S: Tensor) -> None:
         """RunError unless the bits agree: the engine's log-probabilities are taken for the old policy's."""
-        if not torch.equal(learner_S, engine_S):
-            largest = float((learner_S - engine_S).abs().max())
-            raise RunError(
-                f"version {self.version}: engine and learner promise equal log-probabilities, but of {len(engine_S)} "
-                f"tokens {int((learner_S != engine_S).sum())} differ, by up to {largest:.3g}; `qarl align` finds the "
-                "layer. Nothing was trained on them"
-            )
+        differs_S = learner_S != engine_S
+        if not bool(differs_S.any()):
+            return
+        largest = float((learner_S - engine_S).abs().max())
+        prompts = dict.fromkeys(micro.prompt_ids[sequence] for sequence in micro.sequence_S[differs_S].tolist())
+        raise RunError(
+            f"version {self.version}: engine and learner promise equal log-probabilities, but of {len(engine_S)} "
+            f"tokens {int(differs_S.sum())} differ, by up to {largest:.3g}, in completions of {len(prompts)} prompts, "
+            f"the first of them {next(iter(prompts))}; `qarl align` finds the layer. Nothing was trained on them"
+        )
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         if self._reference is None:
@@ -283,7 +293,13 @@ class LocalLearner:
         norm = clip_grad_norm(self.decoder.parameters(), self.config.max_grad_norm)
         is_finite = math.isfinite(norm)
         if is_finite:
+            self.optimizer_steps += 1
             self.optimizer.step()
+        else:
+            log.warning(
+                "version %d: an update was skipped, its gradient is not finite (learner.lr, learner.max_grad_norm)",
+                self.version,
+            )
         self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         self.optimizer.zero_grad()
         if self.skipped_in_a_row > self.config.max_skipped_updates:

@@ -69,6 +69,7 @@ class ModelConfig:
             raise ConfigurationError(
                 f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
+        head_dim = _head_dim(hf, family, hidden, heads, where)
         # Qwen2's biases are no option; Mistral has none.
         biased = family == "qwen2" or (family in ("llama", "qwen3") and _flag(hf, "attention_bias", where))
         return cls(
@@ -79,9 +80,9 @@ class ModelConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=_head_dim(hf, family, hidden, heads, where),
+            head_dim=head_dim,
             max_position_embeddings=positions,
-            rope=RopeConfig.from_hf(hf, where),
+            rope=_rope(hf, head_dim, where),
             norm_eps=_norm_eps(hf, where),
             tie_embeddings=_flag(hf, "tie_word_embeddings", where),
             attention_bias=biased,
@@ -132,6 +133,9 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     return angles.cos() * scale, angles.sin() * scale
 
 
+_LARGEST = {"num_hidden_layers": 10_000, "head_dim": 65_536}
+"""Of sizes that no stored tensor has to bear out before something is made that large; the others end at 2^31."""
+
 _MIXTURE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SOFTCAP_KEYS = ("attn_logit_softcapping", "final_logit_softcapping")
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
@@ -140,12 +144,12 @@ _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 def _family(hf: Mapping[str, Any], where: str) -> Family:
     model_type = hf.get("model_type")
     if isinstance(model_type, str) and (model_type.endswith("_moe") or model_type == "mixtral"):
-        raise ConfigurationError(f"{where}: mixture-of-experts models ({model_type}) are not supported")
+        raise ConfigurationError(f"{where}: mixture-of-experts models ({model_type!r}) are not supported")
     for family, architecture in ARCHITECTURES.items():
         if model_type == family:
-            for named in hf.get("architectures") or []:
+            for named in _names(hf, "architectures", where):
                 if named.lower() != architecture.lower():
-                    raise ConfigurationError(f"{where}: architecture {named} is not supported; {architecture} is")
+                    raise ConfigurationError(f"{where}: architecture {named!r} is not supported; {architecture} is")
             return family
     supported = ", ".join(get_args(Family))
     raise ConfigurationError(f"{where}: model_type {model_type!r} is not supported (supported: {supported})")
@@ -154,16 +158,24 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
 def _refuse_unsupported(hf: Mapping[str, Any], where: str) -> None:
     for key in _MIXTURE_KEYS:
         if hf.get(key):
-            raise ConfigurationError(f"{where}: mixture-of-experts models ({key} = {hf[key]}) are not supported")
+            raise ConfigurationError(f"{where}: mixture-of-experts models ({key} = {hf[key]!r}) are not supported")
     for key in _SOFTCAP_KEYS:
         if hf.get(key):
-            raise ConfigurationError(f"{where}: soft-capped logits ({key} = {hf[key]}) are not supported")
+            raise ConfigurationError(f"{where}: soft-capped logits ({key} = {hf[key]!r}) are not supported")
     for key in _QUANTIZED_KEYS:
         if quantized := hf.get(key):
             method = quantized.get("quant_method", "unknown method") if isinstance(quantized, Mapping) else quantized
             raise ConfigurationError(
-                f"{where}: the checkpoint is already quantized ({key}: {method}); training needs the "
+                f"{where}: the checkpoint is already quantized ({key}: {method!r}); training needs the "
                 "full-precision weights, use the checkpoint it was made from"
+            )
+    if code := hf.get("auto_map"):
+        # A repository's own model may compute something else under a known model_type.
+        named = code.get("AutoModelForCausalLM") or code.get("AutoModel") if isinstance(code, Mapping) else code
+        if named:
+            raise ConfigurationError(
+                f"{where}: the model is computed by code of its own (auto_map: {named!r}), which is never run; use a "
+                "checkpoint that transformers loads without trust_remote_code"
             )
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
@@ -172,22 +184,53 @@ def _refuse_unsupported(hf: Mapping[str, Any], where: str) -> None:
 
 def _refuse_sliding_window(hf: Mapping[str, Any], family: Family, layers: int, positions: int, where: str) -> None:
     """Accept a sliding window only where it cannot act: no layer uses it, or the whole context fits in it."""
-    layer_types = hf.get("layer_types") or []
+    layer_types = _names(hf, "layer_types", where)
     if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
         raise ConfigurationError(f"{where}: layer type {other[0]!r} is not supported; 'full_attention' is")
     # An absent key means 4096 in transformers; the first max_window_layers layers do without the window.
-    window = hf.get("sliding_window", 4096)
+    window = None if hf.get("sliding_window", 4096) is None else _size(hf, "sliding_window", where, 4096)
     windowed = "sliding_attention" in layer_types
     if family == "mistral":
         windowed |= window is not None
     elif family in ("qwen2", "qwen3") and not layer_types:
-        some_layer = window is not None and hf.get("max_window_layers", 28) < layers
+        some_layer = window is not None and _windowed_from(hf, where) < layers
         windowed |= bool(hf.get("use_sliding_window")) and some_layer
     if windowed and (window is None or window < positions):
         raise ConfigurationError(
             f"{where}: sliding-window attention (sliding_window = {window}) is not supported; where shorter contexts "
             f"are enough, lower max_position_embeddings (now {positions}) to the window in the file"
         )
+
+
+def _windowed_from(hf: Mapping[str, Any], where: str) -> int:
+    """The first layer with a window; 0, unlike other sizes, is one."""
+    first = hf.get("max_window_layers", 28)
+    return 0 if first == 0 else _size(hf, "max_window_layers", where, 28)
+
+
+def _rope(hf: Mapping[str, Any], head_dim: int, where: str) -> RopeConfig:
+    """The rotary embedding, once it is sure that its tables can be computed."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hf.get(key) or {}, Mapping):
+            raise ConfigurationError(f"{where}: {key} must be an object, not {hf[key]!r}")
+    try:
+        rope = RopeConfig.from_hf(hf, where)
+        finite = rope.inverse_frequencies(head_dim).isfinite().all() and math.isfinite(rope.table_scale())
+    except (ArithmeticError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{where}: the rope parameters give no rotary embedding: {error}") from error
+    if not finite:
+        raise ConfigurationError(f"{where}: the rope parameters give frequencies that are not finite")
+    return rope
+
+
+def _names(hf: Mapping[str, Any], key: str, where: str) -> list[str]:
+    """A list of names; none where the key is absent or null."""
+    names = hf.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"{where}: {key} must be a list of names, not {names!r}")
+    return names
 
 
 def _head_dim(hf: Mapping[str, Any], family: Family, hidden: int, heads: int, where: str) -> int:
@@ -207,6 +250,10 @@ def _size(hf: Mapping[str, Any], key: str, where: str, default: int | None = Non
         raise ConfigurationError(f"{where}: key {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{where}: {key} must be a whole number above 0, not {value!r}")
+    if value > (largest := _LARGEST.get(key, 2**31)):
+        raise ConfigurationError(
+            f"{where}: {key} is {value}, more than any model has ({largest}); is the file damaged?"
+        )
     return value
 
 
@@ -219,6 +266,6 @@ def _flag(hf: Mapping[str, Any], key: str, where: str) -> bool:
 
 def _norm_eps(hf: Mapping[str, Any], where: str) -> float:
     value = hf.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"{where}: rms_norm_eps must be a number of at least 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigurationError(f"{where}: rms_norm_eps must be a number from 0 to 1, not {value!r}")
     return float(value)

@@ -19,7 +19,7 @@ from qarl.models.config import ModelConfig
 from qarl.models.parameters import EMBEDDING, HEAD, check_names, master_weight, parameter_shapes
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _OUTSIDE_LAYERS = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
@@ -53,10 +53,9 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
     Raises ConfigurationError, naming file and tensor, for what is missing, damaged or not supported.
     """
-    reader = _open(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    metadata, found = _read(path)
     architecture = _architecture(metadata, path)
-    stored = {_hf_name(tensor.name, path): tensor for tensor in reader.tensors}
+    stored = {_hf_name(tensor.name, path): tensor for tensor in found}
     config = ModelConfig.from_hf(_hf_config(architecture, metadata, stored, path), str(path))
     shapes = parameter_shapes(config)
     check_names(stored, shapes, str(path))
@@ -67,22 +66,36 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     for name, shape in shapes.items():
         weight = _dequantize(stored[name], path)
         for part, heads in permuted.items():
-            if part in name:
+            # Of another shape it is refused below.
+            if part in name and tuple(weight.shape) == shape:
                 weight = _half_split(weight, heads)
         tensors[name] = master_weight(weight, name, shape, str(path))
     return config, tensors
 
 
-def _open(path: Path) -> GGUFReader:
+def _read(path: Path) -> tuple[dict[str, Any], list[ReaderTensor]]:
+    """What the header says, but for the tokenizer, and the tensors, whose values stay in the file until asked for."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise ConfigurationError(
             f"{path}: reading GGUF needs the package gguf: pip install 'qarl-llm[demo]'"
         ) from error
+
+    class CompleteReader(GGUFReader):
+        """The package's reader takes what lies past the end as empty, and reads on for as long as a length says."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) != count:
+                raise ValueError(f"it ends before the {count} values at byte {offset}")
+            return values
+
     try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, OSError) as error:
+        reader = CompleteReader(path)
+        fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+        return {name: field.contents() for name, field in fields.items()}, reader.tensors
+    except (ValueError, LookupError, OSError, RecursionError, ArithmeticError) as error:
         raise ConfigurationError(f"{path}: not a GGUF file, or cut short: {error}") from error
 
 
@@ -107,7 +120,7 @@ def _architecture(metadata: Mapping[str, Any], path: Path) -> str:
         raise ConfigurationError(f"{path}: architecture {architecture!r} is not supported in GGUF ({supported} are)")
     if metadata.get(f"{architecture}.expert_count"):
         raise ConfigurationError(f"{path}: mixture-of-experts models are not supported")
-    if metadata.get("split.count", 0) > 1:
+    if (_whole(metadata, "split.count", path) or 0) > 1:
         raise ConfigurationError(f"{path}: one part of several; join them first with llama-gguf-split --merge")
     return str(architecture)
 
@@ -118,8 +131,8 @@ def _hf_config(
     """What config.json would say."""
     values = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     hf: dict[str, Any] = {hf_key: values[key] for key, hf_key in _SIZES.items() if key in values}
-    head_dim = values.get("attention.key_length")
-    rotated = values.get("rope.dimension_count")
+    head_dim = _whole(values, "attention.key_length", path)
+    rotated = _whole(values, "rope.dimension_count", path)
     query_bias, output_bias, mlp_bias = (
         f"model.layers.0.{part}.bias" in stored for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
     )
@@ -137,10 +150,20 @@ def _hf_config(
         "sliding_window": values.get("attention.sliding_window"),
     }
     if EMBEDDING in stored:
-        hf["vocab_size"] = int(stored[EMBEDDING].shape[1])
+        dims = stored[EMBEDDING].shape.tolist()
+        if len(dims) != 2:
+            raise ConfigurationError(f"{path}: tensor {stored[EMBEDDING].name} has {len(dims)} dimensions instead of 2")
+        hf["vocab_size"] = dims[1]
     if head_dim and rotated and head_dim != rotated:
         hf["partial_rotary_factor"] = rotated / head_dim
     return hf
+
+
+def _whole(values: Mapping[str, Any], key: str, path: Path) -> int | None:
+    value = values.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigurationError(f"{path}: {key} must be a whole number, not {value!r}")
+    return value
 
 
 def _rope_scaling(values: Mapping[str, Any], path: Path) -> dict[str, Any] | None:

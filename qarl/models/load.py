@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def load_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     stored_as = {EMBEDDING: HEAD} if renamed_head else {}
     tensors: dict[str, Tensor] = {}
     for file, names in _by_file(files).items():
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             for name in names:
                 stored = stored_as.get(name, name)
                 tensors[name] = master_weight(opened.get_tensor(stored), stored, shapes[name], str(file))
@@ -59,7 +61,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """One JSON object; raises ConfigurationError with the place when the file holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, digits or brackets without end
         raise ConfigurationError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{file}: must hold a JSON object")
@@ -107,15 +111,24 @@ def _by_file(files: dict[str, Path]) -> dict[Path, list[str]]:
 
 
 def _names_in(file: Path) -> list[str]:
+    with _opened(file) as opened:
+        return list(opened.keys())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The tensors of a safetensors file, whose header is checked as a whole before any is read."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
+            yield opened
+    except OSError as error:
+        raise ConfigurationError(f"{file}: cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise ConfigurationError(f"{file}: damaged or cut short, download or copy it again ({error})") from error
 
 
 def _require_head_is_embedding(file: Path, embedding: Tensor) -> None:
-    with safe_open(file, framework="pt") as opened:
+    with _opened(file) as opened:
         head = master_weight(opened.get_tensor(HEAD), HEAD, tuple(embedding.shape), str(file))
     if not head.equal(embedding):
         raise ConfigurationError(

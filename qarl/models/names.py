@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,13 @@ def resolve(name_or_path: str) -> ModelSource:
         return ModelSource("tiny", TINY)
     if name_or_path == SMOLLM2:
         return ModelSource("gguf", SMOLLM2, _smollm2_file())
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    # A name that no file can have, being too long for one, is none of the kinds below.
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):
         return ModelSource("folder", name_or_path, path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return ModelSource("gguf", name_or_path, path)
-    if path.is_file():
+    if os.path.isfile(path):
         raise ConfigurationError(
             f"{name_or_path}: a model is a folder or a .gguf file, not a {path.suffix or 'plain'} file"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,7 +38,8 @@ def save_folder(
     """Write config.json, safetensors (in shards of at most `shard_bytes`, each at least one tensor) and the tokenizer.
 
     Weights are rounded to `dtype`. Everything is written beside `path` and renamed at the end, so that `path` is either
-    whole or absent. Raises ConfigurationError when `path` exists and is not an empty folder.
+    whole or absent. Raises ConfigurationError when `path` exists and is not an empty folder, OSError when the disk
+    refuses.
     """
     shapes = parameter_shapes(config)
     check_names(tensors, shapes, str(path))
@@ -50,7 +52,7 @@ def save_folder(
         _write_configs(aside, config, tokenizer, stop_token_ids, dtype)
         _write_weights(aside, {name: tensors[name] for name in shapes}, dtype, shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+            _write_tokenizer(aside, tokenizer)
         # Replaces an empty folder; fails on any other.
         aside.rename(path)
     except BaseException:
@@ -85,10 +87,24 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
         rounded = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(rounded, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(rounded, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The library wraps what the operating system said; callers have one plan for a full disk.
+            raise OSError(None, str(error), str(folder / file)) from error
     if len(shards) > 1:
         total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    # Its part in Rust has no exception of its own for what the operating system said.
+    except Exception as error:
+        raise OSError(None, str(error), str(folder)) from error
 
 
 def _split(tensors: Mapping[str, Tensor], itemsize: int, shard_bytes: int) -> list[list[str]]:

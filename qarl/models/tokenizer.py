@@ -34,8 +34,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 folder, gguf_file=gguf_file, local_files_only=True, trust_remote_code=False
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+    # Of a damaged file the libraries make whatever it leads to; the one in Rust has no exceptions of its own.
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigurationError(f"{path}: no usable tokenizer: {reason}") from error
 
 
@@ -58,7 +59,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 def sampleable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     """How many tokens, from 0 on, may be sampled: rows that only pad the model's vocabulary have no text."""
-    return min(max(tokenizer.get_vocab().values()) + 1, vocab_size)
+    return min(max(tokenizer.get_vocab().values(), default=-1) + 1, vocab_size)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int, also: Iterable[int] = ()) -> tuple[int, ...]:
@@ -76,9 +77,10 @@ def declared_stop_ids(folder: Path) -> set[int]:
     stops: set[int] = set()
     for file in (folder / "generation_config.json", folder / "config.json"):
         declared = read_json(file).get("eos_token_id") if file.is_file() else None
-        stops |= set(declared) if isinstance(declared, list) else {declared} if declared is not None else set()
-    if wrong := [stop for stop in stops if isinstance(stop, bool) or not isinstance(stop, int)]:
-        raise ConfigurationError(f"{folder}: eos_token_id must be token numbers, not {wrong[0]!r}")
+        listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if wrong := [stop for stop in listed if isinstance(stop, bool) or not isinstance(stop, int)]:
+            raise ConfigurationError(f"{file}: eos_token_id must be token numbers, not {wrong[0]!r}")
+        stops.update(listed)
     return stops
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from qarl.prompts.arithmetic import Arithmetic
-from qarl.prompts.chat import Renderer, Tokenizer
+from qarl.prompts.chat import Renderer, Tokenizer, describe_prompt
 from qarl.prompts.files import File
 from qarl.prompts.gym import ReasoningGym
 from qarl.prompts.hub import HubDataset
-from qarl.prompts.source import SplitSource
+from qarl.prompts.source import FinitePrompts, SourceConfig, SplitSource
 
 PromptsConfig = Annotated[Arithmetic | File | HubDataset | ReasoningGym, Field(discriminator="type")]
 
@@ -25,9 +25,12 @@ SOURCES: dict[str, type[Arithmetic] | type[File] | type[HubDataset] | type[Reaso
 __all__ = [
     "SOURCES",
     "PromptsConfig",
+    "SourceConfig",
     "SplitSource",
+    "FinitePrompts",
     "Renderer",
     "Tokenizer",
+    "describe_prompt",
     "Arithmetic",
     "File",
     "HubDataset",

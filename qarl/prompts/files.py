@@ -1,4 +1,4 @@
-"""Questions from a local file: JSON lines, JSON, CSV or Parquet, with TRL's or verl's columns."""
+"""Questions from a local file: JSON lines, JSON, CSV or Parquet, with TRL's, verl's or verifiers' columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from qarl.errors import ConfigurationError, suggestion
 from qarl.prompts.chat import Renderer
-from qarl.prompts.rows import Columns, Row, find_answer_column
+from qarl.prompts.rows import Row, find_columns
 from qarl.prompts.source import FinitePrompts, SourceConfig, SplitSource
 
 
@@ -29,7 +29,11 @@ class File(SourceConfig):
         lt=1.0,
         description="Share of the rows held out, evenly spaced, where there is no eval_path.",
     )
-    prompt_column: str = Field(default="prompt", description="Column of the prompt: a text or chat messages.")
+    prompt_column: str | None = Field(
+        default=None,
+        description="Column of the prompt: a text or chat messages. Without it: `prompt`, or else verifiers' "
+        "`question`.",
+    )
     answer_column: str | None = Field(
         default=None,
         description="Column of the reference answer, which becomes the row's `answer`; a dot goes into nested columns. "
@@ -44,6 +48,12 @@ class File(SourceConfig):
             raise ValueError("eval_path is the training file itself; set eval_fraction to hold out a share of its rows")
         return self
 
+    @property
+    def held_out_key(self) -> str | None:
+        if self.eval_path is not None:
+            return "eval_path"
+        return "eval_fraction" if self.eval_fraction > 0 else None
+
     def build(self, renderer: Renderer, seed: int) -> SplitSource:
         rows = FileRows(Path(self.path), self.prompt_column, self.answer_column)
         evaluation = None
@@ -55,7 +65,7 @@ class File(SourceConfig):
 class FileRows:
     """The rows of a file, read at once. A column that some rows lack is None there, as in a table."""
 
-    def __init__(self, path: Path, prompt_column: str, answer_column: str | None) -> None:
+    def __init__(self, path: Path, prompt_column: str | None = None, answer_column: str | None = None) -> None:
         self.name = str(path)
         self._stem = path.stem
         self._numbered = list(_reader(path)(path))
@@ -64,7 +74,7 @@ class FileRows:
         rows = [columns for _, columns in self._numbered]
         self._unit = "row" if path.suffix in (".json", ".parquet") else "line"
         self._names = list(dict.fromkeys(name for columns in rows for name in columns))
-        self._columns = Columns(prompt_column, answer_column or find_answer_column(rows))
+        self._columns = find_columns(rows, prompt_column, answer_column)
 
     def __len__(self) -> int:
         return len(self._numbered)
@@ -138,10 +148,12 @@ def _read_parquet(path: Path) -> NumberedRows:
             f"{path}: reading Parquet needs pyarrow; install it with: pip install 'qarl-llm[data]'"
         ) from error
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigurationError(f"{path}: not a readable Parquet file ({error}); write it again") from error
-    yield from enumerate(table.to_pylist(), 1)
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    # ValueError: bytes that are no UTF-8, or a date that Python has no object for.
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"{path}: not a readable Parquet file ({reason}); write it again") from error
+    yield from enumerate(rows, 1)
 
 
 def _text(path: Path) -> str:
@@ -154,14 +166,24 @@ def _text(path: Path) -> str:
         raise ConfigurationError(
             f"{path}: byte {error.start} is not UTF-8 ({error.reason}); save the file as UTF-8"
         ) from error
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at")
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        raise ConfigurationError(f"{where}: not JSON: {error.msg} at {place}; correct it there") from error
+        raise ConfigurationError(f"{where}: not JSON: {problem} at {place}; correct it there") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{where}: nested too deeply to be read; flatten it") from error
+    # Python's own limit to the digits of an integer.
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{where}: holds a number that cannot be read ({error}); write it as a text"
+        ) from error
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from qarl.errors import ConfigurationError
 from qarl.prompts.chat import Renderer
-from qarl.prompts.rows import Columns, Row, find_answer_column
+from qarl.prompts.rows import Row, find_columns
 from qarl.prompts.source import FinitePrompts, SourceConfig, SplitSource
 
 
@@ -20,10 +20,16 @@ class HubDataset(SourceConfig):
     subset: str | None = Field(default=None, description='Configuration of the data set ("main").')
     split: str = Field(default="train", description="Split to train on.")
     eval_split: str | None = Field(default=None, description='Split of held-out rows ("test").')
-    prompt_column: str = Field(default="prompt", description="Column of the prompt: a text or chat messages.")
+    prompt_column: str | None = Field(
+        default=None, description="Column of the prompt: a text or chat messages; as in a file."
+    )
     answer_column: str | None = Field(
         default=None, description="Column of the reference answer, which becomes the row's `answer`; as in a file."
     )
+
+    @property
+    def held_out_key(self) -> str | None:
+        return None if self.eval_split is None else "eval_split"
 
     def build(self, renderer: Renderer, seed: int) -> SplitSource:
         rows = self._rows(self.split)
@@ -45,19 +51,19 @@ class HubDataset(SourceConfig):
                 f"{where}: cannot be loaded ({type(error).__name__}: {error}); check prompts.path, prompts.subset, "
                 "the split and the network"
             ) from error
-        return HubRows(table, where, Columns(self.prompt_column, self.answer_column))
+        return HubRows(table, where, self.prompt_column, self.answer_column)
 
 
 class HubRows:
     """The rows of one split; the library keeps them on disk."""
 
-    def __init__(self, table: Any, where: str, columns: Columns) -> None:
+    def __init__(self, table: Any, where: str, prompt_column: str | None, answer_column: str | None) -> None:
         self.name = where
         self._table = table
         if len(table) == 0:
             raise ConfigurationError(f"{where}: no rows; name another split")
         # All rows of a data set have the same columns: the first speaks for them.
-        self._columns = Columns(columns.prompt, columns.answer or find_answer_column([table[0]]))
+        self._columns = find_columns([table[0]], prompt_column, answer_column)
 
     def __len__(self) -> int:
         return len(self._table)

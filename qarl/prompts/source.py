@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
@@ -22,17 +24,24 @@ SEED_BITS = 32
 
 REDRAWS = 100
 
+PROBED_ROWS, PROBED_AT_ONCE, PROBE_S = 256, 8, 2.0
+"""How many generated rows are tried at the start, how many from one seed, and after how many seconds that is enough."""
+
 
 class SplitSource(PromptSource, Protocol):
     """A prompt source that keeps some questions for evaluation."""
 
     @property
-    def skipped(self) -> int:
-        """Rows left out so far because their prompt was too long."""
+    def warnings(self) -> tuple[str, ...]:
+        """What people may not have meant, a line each."""
         ...
 
     def held_out(self, count: int) -> list[Prompt]:
         """`count` prompts that training does not see; the same ones whatever the run's seed."""
+        ...
+
+    def known(self) -> Iterator[Prompt]:
+        """Prompts that others can check before training: all of finite data, some hundred of generated."""
         ...
 
 
@@ -50,6 +59,11 @@ class SourceConfig(Config):
     on_long: Literal["error", "skip"] = Field(
         default="error", description="What a longer prompt is: an error, or left out and counted."
     )
+
+    @property
+    def held_out_key(self) -> str | None:
+        """The key that keeps rows from training; generated rows need none."""
+        return None
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         return Renderer(tokenizer, self.system, self.chat, self.max_prompt_tokens, self.on_long, self.template_args)
@@ -78,9 +92,10 @@ class RowStream(Protocol):
 class FinitePrompts:
     """Prompts of finite data: a new permutation every epoch, in which no row comes twice.
 
-    Every row is rendered once at the start, so that a bad row is found before training, not hours into it.
-    Step k takes positions k * count and on: keep `count` the same for a run. `held_out` rows come from
-    `evaluation`, or else are a share `held_out_share` of the rows, evenly spaced, whatever the seed.
+    Every row is rendered once at the start, so that a bad row is found before training, not hours into it, and that
+    `warnings` can say whether some are both trained on and held out. Step k takes positions k * count and on: keep
+    `count` the same for a run. `held_out` rows come from `evaluation`, or else are a share `held_out_share` of the
+    rows, evenly spaced, whatever the seed.
     """
 
     def __init__(
@@ -89,11 +104,13 @@ class FinitePrompts:
         self._renderer = renderer
         self._seed = seed
         training, reserved = split(len(rows), held_out_share)
-        self._rows, self._training = rows, self._fitting(rows, training)
+        self._rows = rows
         self._held_out_rows = rows if evaluation is None else evaluation
         held_out = reserved if evaluation is None else range(len(evaluation))
-        self._held_out = self._fitting(self._held_out_rows, held_out)
+        fitting, fitting_held_out = self._fitting(rows, training), self._fitting(self._held_out_rows, held_out)
+        self._training, self._held_out = list(fitting), list(fitting_held_out)
         self.skipped = len(training) + len(held_out) - len(self._training) - len(self._held_out)
+        self.warnings = (*renderer.warnings, *_leaks(rows.name, fitting, fitting_held_out))
         if not self._training:
             raise ConfigurationError(
                 f"{rows.name}: no row is left to train on: {len(rows)} rows, {len(reserved)} held out, "
@@ -101,7 +118,15 @@ class FinitePrompts:
             )
 
     def take(self, step: int, count: int) -> list[Prompt]:
-        """The prompts at positions step * count to (step + 1) * count of the endless sequence of epochs."""
+        """The prompts at positions step * count to (step + 1) * count of the endless sequence of epochs.
+
+        Asking for more at a time than there are is an error.
+        """
+        if count > len(self._training):
+            raise ConfigurationError(
+                f"{self._rows.name}: {count} prompts at a time are asked for, {len(self._training)} are there, so that "
+                "a batch would hold one twice; ask for fewer (prompts_per_step; --count of `qarl eval`) or add rows"
+            )
         prompts = []
         for position in range(step * count, (step + 1) * count):
             epoch, index = divmod(position, len(self._training))
@@ -118,8 +143,20 @@ class FinitePrompts:
             )
         return [self._prompt(self._held_out_rows, index) for index in self._held_out[:count]]
 
-    def _fitting(self, rows: Rows, indices: Sequence[int]) -> list[int]:
-        return [index for index in indices if self._renderer.render(rows.row(index)) is not None]
+    def known(self) -> Iterator[Prompt]:
+        """Every prompt once, those to train on first."""
+        yield from (self._prompt(self._rows, index) for index in self._training)
+        yield from (self._prompt(self._held_out_rows, index) for index in self._held_out)
+
+    @property
+    def num_training(self) -> int:
+        """Rows that are trained on."""
+        return len(self._training)
+
+    def _fitting(self, rows: Rows, indices: Sequence[int]) -> dict[int, int]:
+        """Of the rows that are short enough, the index and a hash of the prompt's tokens."""
+        rendered = ((index, self._renderer.render(rows.row(index))) for index in indices)
+        return {index: hash(prompt.token_ids) for index, prompt in rendered if prompt is not None}
 
     def _prompt(self, rows: Rows, index: int) -> Prompt:
         prompt = self._renderer.render(rows.row(index))
@@ -128,13 +165,21 @@ class FinitePrompts:
 
 
 class GeneratedPrompts:
-    """Prompts of endless data: fresh rows for every (seed, step); held-out rows come from seeds of their own."""
+    """Prompts of endless data: fresh rows for every (seed, step); held-out rows come from seeds of their own.
+
+    Some are rendered at the start, so that what most runs would stop at is found before training.
+    """
 
     def __init__(self, stream: RowStream, renderer: Renderer, seed: int) -> None:
         self._stream = stream
         self._renderer = renderer
         self._seed = seed
         self.skipped = 0
+        deque(self.known(), maxlen=0)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._renderer.warnings
 
     def take(self, step: int, count: int) -> list[Prompt]:
         """`count` fresh prompts, named `<source>/<step>-<index>`."""
@@ -143,6 +188,19 @@ class GeneratedPrompts:
     def held_out(self, count: int) -> list[Prompt]:
         """`count` prompts from seeds that training never uses, named `<source>/held-out-<index>`."""
         return self._draw("held-out", "held-out", count, held_out=True)
+
+    def known(self) -> Iterator[Prompt]:
+        """Prompts as they may come up, of the run's seed but of no step: as many as `PROBE_S` seconds give."""
+        start = time.monotonic()
+        for batch in range(PROBED_ROWS // PROBED_AT_ONCE):
+            seed = row_seed(f"probe/{self._seed}/{batch}", PROBED_AT_ONCE, held_out=False)
+            for index, row in enumerate(self._stream.draw(seed, PROBED_AT_ONCE)):
+                id = f"{self._stream.name}/probe-{batch * PROBED_AT_ONCE + index}"
+                prompt = self._renderer.render(Row(id, row.content, row.columns, f"generated row {id}"))
+                if prompt is not None:
+                    yield prompt
+            if time.monotonic() - start > PROBE_S:
+                return
 
     def _draw(self, key: str, label: str, count: int, held_out: bool) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -161,6 +219,17 @@ class GeneratedPrompts:
         raise ConfigurationError(
             f"{self._stream.name}: {drawn} rows were drawn and only {len(prompts)} of {count} prompts are short "
             "enough; raise prompts.max_prompt_tokens"
+        )
+
+
+def _leaks(name: str, training: Mapping[int, int], held_out: Mapping[int, int]) -> Iterator[str]:
+    """A line about prompts that are on both sides; both map a row to a hash of its prompt."""
+    asked = set(held_out.values())
+    both = sum(prompt in asked for prompt in training.values())
+    if both:
+        yield (
+            f"{name}: {both} of {len(training)} prompts to train on are also held out, word for word, so that held-out "
+            "figures flatter the model; remove them from one side"
         )
 
 

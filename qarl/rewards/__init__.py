@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from qarl.rewards.answer import Answer
+from qarl.rewards.code import Code
 from qarl.rewards.function import Python
 from qarl.rewards.gym import ReasoningGymScore
 from qarl.rewards.math_verify import MathVerify
@@ -15,13 +16,14 @@ from qarl.rewards.shape import Format, Length, Repetition
 from qarl.rewards.term import Term
 
 RewardConfig = Annotated[
-    Answer | MathVerify | ReasoningGymScore | Format | Length | Repetition | Python, Field(discriminator="type")
+    Answer | MathVerify | ReasoningGymScore | Code | Format | Length | Repetition | Python, Field(discriminator="type")
 ]
 
 TERMS: dict[str, type[Term]] = {
     "answer": Answer,
     "math_verify": MathVerify,
     "reasoning_gym": ReasoningGymScore,
+    "code": Code,
     "format": Format,
     "length": Length,
     "repetition": Repetition,
@@ -36,6 +38,7 @@ __all__ = [
     "Answer",
     "MathVerify",
     "ReasoningGymScore",
+    "Code",
     "Format",
     "Length",
     "Repetition",

@@ -9,9 +9,16 @@ from pydantic import Field, model_validator
 
 from qarl.errors import ConfigurationError
 from qarl.records import Completion, Prompt
-from qarl.rewards.extract import Where, final_answer, has_marker, last_line
+from qarl.rewards.extract import Where, compiled, conclusion, final_answer, has_marker, last_line
 from qarl.rewards.quantity import Quantity, numbers_in, plain, quantity, same_quantity
 from qarl.rewards.term import Term, column
+
+_MORE_THAN_A_NUMBER = re.compile(
+    r"\\|[±√π]|\w[-+][0-9]|\w [-+] (?:[0-9]|[a-z]\b)"
+    r"|\b(?:not|never|nor|\w+n't|minus|plus|negative|half|pi|sqrt|(?:square|cube) root|sin|cos|tan|log|ln|exp|mod)\b",
+    re.IGNORECASE,
+)
+"""What makes of the number in a text another one ("minus 7", "\\pm 7", "7 and a half", "not 7")."""
 
 
 class Answer(Term):
@@ -25,7 +32,8 @@ class Answer(Term):
         "number.",
     )
     pattern: str | None = Field(
-        default=None, description="For extract = regex: group 1 of the last match is the answer."
+        default=None,
+        description="For extract = regex: group 1 of the last match is the answer. Syntax of the `regex` library.",
     )
     tolerance: float = Field(default=0.0, ge=0.0, lt=1.0, description="Allowed relative difference of numbers.")
     finished_only: bool = Field(default=False, description="A completion cut off by the length limit gets 0.")
@@ -42,6 +50,10 @@ class Answer(Term):
     def columns(self) -> tuple[str, ...]:
         return ("answer",)
 
+    def check(self, prompt: Prompt) -> None:
+        super().check(prompt)
+        reference_answers(column(prompt, "answer", self.label), prompt.id, self.label)
+
     def score(self, prompt: Prompt, completion: Completion) -> float:
         references = reference_answers(column(prompt, "answer", self.label), prompt.id, self.label)
         if self.finished_only and completion.finish_reason != "stop":
@@ -49,7 +61,9 @@ class Answer(Term):
         return float(any(self.is_right(completion.text, reference) for reference in references))
 
     def is_right(self, text: str, reference: str) -> bool:
-        """Whether the answer found in `text` is `reference`."""
+        """Whether the answer found in `text` is `reference`; what was thought before does not count."""
+        if self.extract not in ("regex", "text"):
+            text = conclusion(text)
         if self.extract == "auto" and not has_marker(text) and reference_number(reference) is None:
             found = last_line(text)
         else:
@@ -68,25 +82,33 @@ def same_answer(found: str, reference: str, tolerance: float = 0.0) -> bool:
 
 def reference_number(text: str) -> Quantity | None:
     """The number that a reference answer is ("42 km", "x = 5"), or None: it is a text ("CO2")."""
-    return quantity(text) or quantity(text.rpartition("=")[2])
+    return quantity(text) or quantity(_right_side(text))
 
 
 def stated_number(text: str) -> Quantity | None:
     """The one number that a text states: all of it, or after its last "=", or the only number in it.
 
-    Two different numbers ("7 or 8") state none.
+    Two different numbers ("7 or 8") state none, nor does one that the words change ("minus 7").
     """
     text = plain(text)
     whole = quantity(text)
     if whole is not None:
         return whole
     if "=" in text:
-        return stated_number(text.rpartition("=")[2])
+        return stated_number(_right_side(text))
+    if _MORE_THAN_A_NUMBER.search(text):
+        return None
     if not re.search("[A-Za-z]{2}", text):
         # A formula such as "2*(3+4)" contains numbers but is none.
         return None
     stated = {quantity(written) for written in numbers_in(text)}
     return stated.pop() if len(stated) == 1 else None
+
+
+def _right_side(text: str) -> str:
+    """What an equation ends in; nothing of several ("x = 7, y = 8")."""
+    left, _, right = text.rpartition("=")
+    return "" if re.search(r"[,;]|\b(?:and|or)\b", left) else right
 
 
 def normalized(text: str) -> str:
@@ -105,14 +127,6 @@ def reference_answers(value: Any, prompt_id: str, term: str) -> list[str]:
             "them; correct the row or name another column with prompts.answer_column"
         )
     return [_unwrapped(str(one)) for one in values]
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression, with a one-line error for a wrong one."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigurationError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def _unwrapped(reference: str) -> str:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import regex
+
+from qarl.errors import ConfigurationError
 from qarl.rewards.quantity import numbers_in
 
 Where = Literal["auto", "boxed", "hash", "label", "last_number", "regex", "text"]
 
 _LABEL = re.compile(r"\banswer\b[\s*_`]*(?::|\bis\b:?)[\s*_`]*", re.IGNORECASE)
 
+PATTERN_SECONDS = 5.0
+"""What a user's pattern may take for one text, which some patterns can keep busy for ages; then TimeoutError."""
+
 
 def final_answer(text: str, where: Where = "auto", pattern: str | None = None) -> str | None:
     r"""The answer as written, or None where the text has none in that place.
 
     auto: the first of `\boxed{}`, `####` and "answer:" that occurs at all decides, even when what follows is
-    malformed; a text without any of them answers with its last number. Of several the last counts. regex: group 1
+    malformed, but "answer:" goes before a `####` above it, which is a heading; a text without any of them answers
+    with its last number. Of several the last counts. regex: group 1
     (or all) of the last match of `pattern`. text: the whole text.
     """
     if where == "auto":
@@ -32,9 +39,23 @@ def final_answer(text: str, where: Where = "auto", pattern: str | None = None) -
         return next(reversed(numbers_in(text)), None)
     if where == "regex":
         assert pattern is not None
-        matches = list(re.finditer(pattern, text, re.DOTALL))
+        matches = list(compiled(pattern).finditer(text, timeout=PATTERN_SECONDS))
         return (matches[-1][1] if matches[-1].re.groups else matches[-1][0]) if matches else None
     return text.strip() or None
+
+
+def compiled(pattern: str) -> regex.Pattern[str]:
+    """A user's regular expression, of the library that has a time limit; one line for a wrong one."""
+    try:
+        return regex.compile(pattern, regex.DOTALL)
+    except regex.error as error:
+        raise ConfigurationError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+
+
+def conclusion(text: str) -> str:
+    """What follows the last `</think>`; of a thought that never ends, nothing."""
+    thought, _, rest = text.rpartition("</think>")
+    return "" if not thought and "<think>" in text else rest
 
 
 def has_marker(text: str) -> bool:
@@ -71,9 +92,9 @@ def last_line(text: str) -> str | None:
 def _marker(text: str) -> Where:
     if "\\boxed" in text:
         return "boxed"
-    if "####" in text:
-        return "hash"
-    return "label" if _LABEL.search(text) else "last_number"
+    if _LABEL.search(text.rpartition("####")[2]):
+        return "label"
+    return "hash" if "####" in text else "last_number"
 
 
 def _first_line(text: str) -> str | None:

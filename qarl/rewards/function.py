@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import importlib
 import importlib.util
-import math
-import numbers
+import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from qarl.errors import ConfigurationError, RunError, suggestion
+from qarl.errors import ConfigurationError, suggestion
 from qarl.records import Completion, Group, Prompt
-from qarl.rewards.term import Failure, Outcome, Term, column, failure
+from qarl.rewards.term import ForeignTerm, InvalidValue, Outcome, as_number, column, failure
 
 _NOT_TRL_COLUMNS = ("prompt", "completion", "completion_ids")
 
+_ONLY_IN_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL's trainer gives and nobody else can."""
 
-class Python(Term):
-    """What a Python function says.
 
-    trl: `f(prompts, completions, completion_ids, **columns) -> list[float]`, called once for each group; prompts and
-    completions are texts, or lists of messages where the row's `prompt` is one. verl: `f(data_source, solution_str,
-    ground_truth, extra_info=None) -> float` (or a dict with `score`), called for each completion.
+class Python(ForeignTerm):
+    """What a Python function says; it may be `async`.
+
+    trl: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, called once for each group; prompts
+    and completions are texts, or lists of messages where the row's `prompt` is one; None where the function does not
+    apply. verl: `f(data_source, solution_str, ground_truth, extra_info=None) -> float` (or a dict with `score`), called
+    for each completion.
     """
 
     type: Literal["python"] = "python"
@@ -44,61 +50,74 @@ class Python(Term):
     def prepare(self) -> None:
         resolve(self.function)
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
+    def check(self, prompt: Prompt) -> None:
+        super().check(prompt)
+        arguments = trl_arguments(Group(prompt, ())) if self.style == "trl" else self._verl_arguments(prompt, "")
+        try:
+            inspect.signature(resolve(self.function)).bind(**arguments)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"reward {self.label}: {self.function} cannot be called for prompt {prompt.id}, {error}; it is given "
+                f"{', '.join(arguments)} by name: take what it does not need as **columns, give the rest a default"
+            ) from error
+
+    def calls(self, group: Group) -> list[Group]:
+        return [group] if self.style == "trl" else super().calls(group)
+
+    def score(self, prompt: Prompt, completion: Completion) -> Any:
         """The verl style: one call, one number."""
-        value = resolve(self.function)(
-            data_source=column(prompt, "data_source", self.label),
-            solution_str=completion.text,
-            ground_truth=column(prompt, "answer", self.label),
-            extra_info=prompt.row.get("extra_info"),
-        )
-        return as_number(value["score"] if isinstance(value, Mapping) and "score" in value else value)
+        value = self._call(self._verl_arguments(prompt, completion.text))
+        return value["score"] if isinstance(value, Mapping) and "score" in value else value
 
     def score_group(self, group: Group) -> list[Outcome]:
         return super().score_group(group) if self.style == "verl" else self._trl_group(group)
 
     def _trl_group(self, group: Group) -> list[Outcome]:
-        try:
-            values = resolve(self.function)(**trl_arguments(group))
-        except (ConfigurationError, RunError):
-            raise
-        # The user's code: what it raises is recorded with every completion of the group and counted.
-        except Exception as error:
-            return [failure(error)] * len(group.completions)
+        values = self._call(trl_arguments(group))
         expected = len(group.completions)
-        if not isinstance(values, list | tuple | Tensor) or len(values) != expected:
-            got = f"{len(values)} values" if isinstance(values, list | tuple) else f"{type(values).__name__}"
-            raise RunError(
-                f"reward {self.label}: {self.function} returned {got} for {expected} completions of prompt "
-                f"{group.prompt.id}; it must return a list with one number for each completion"
-            )
+        if not isinstance(values, list | tuple | Tensor | np.ndarray):
+            raise InvalidValue(f"returned {values!r} ({type(values).__name__}), not a list of {expected} numbers")
+        if len(values) != expected:
+            raise InvalidValue(f"returned {len(values)} values for {expected} completions")
         return [_outcome(value) for value in values]
 
+    def _verl_arguments(self, prompt: Prompt, text: str) -> dict[str, Any]:
+        return {
+            "data_source": column(prompt, "data_source", self.label),
+            "solution_str": text,
+            "ground_truth": column(prompt, "answer", self.label),
+            "extra_info": prompt.row.get("extra_info"),
+        }
 
-def as_number(value: object) -> float:
-    """A finite float of a Python, NumPy or torch number; anything else is a TypeError or ValueError that says so."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"the function returned {value!r} ({type(value).__name__}), not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"the function returned {value!r}; a reward must be finite")
-    return float(value)
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            value = resolve(self.function)(**arguments)
+            return asyncio.run(value) if inspect.iscoroutine(value) else value
+        except KeyError as error:
+            if error.args and error.args[0] in _ONLY_IN_TRL:
+                raise ConfigurationError(
+                    f"reward {self.label}: {self.function} reads `{error.args[0]}`, which only TRL's trainer can give; "
+                    "make it do without"
+                ) from error
+            raise
 
 
 def trl_arguments(group: Group) -> dict[str, Any]:
-    """The keyword arguments TRL gives: lists with one entry for each completion; every row column but the prompt."""
-    row, completions = group.prompt.row, group.completions
+    """The keyword arguments TRL gives: lists with one entry for each completion; every row column but the prompt.
+
+    Each entry is a copy, so that changing one changes no other.
+    """
+    row, count = group.prompt.row, len(group.completions)
     prompt = row.get("prompt")
-    texts: list[Any] = [completion.text for completion in completions]
+    texts: list[Any] = [completion.text for completion in group.completions]
     if isinstance(prompt, list | tuple):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = {name: [value] * len(completions) for name, value in row.items() if name not in _NOT_TRL_COLUMNS}
+    columns = {name: _copies(value, count) for name, value in row.items() if name not in _NOT_TRL_COLUMNS}
     return {
         **columns,
-        "prompts": [group.prompt.text if prompt is None else prompt] * len(completions),
+        "prompts": _copies(group.prompt.text if prompt is None else prompt, count),
         "completions": texts,
-        "completion_ids": [completion.token_ids.tolist() for completion in completions],
+        "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
     }
 
 
@@ -141,8 +160,12 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def _copies(value: Any, count: int) -> list[Any]:
+    return [copy.deepcopy(value) for _ in range(count)]
+
+
 def _outcome(value: object) -> Outcome:
     try:
-        return as_number(value)
-    except (TypeError, ValueError) as error:
-        return Failure(str(error))
+        return None if value is None else as_number(value)
+    except InvalidValue as error:
+        return failure(error)

@@ -48,7 +48,11 @@ _REPLACED = {
     "{,}": ",", "\\,": "", "\\!": "", "\\;": " ", "\\ ": " ", "~": " ", "\u00a0": " ", "\u202f": "",
     "\\%": "%", "\\$": "$", "\\left": "", "\\right": "", "^\\circ": "°", "^{\\circ}": "°", "\\circ": "°",
     "\\(": "", "\\)": "", "\\[": "", "\\]": "", "\\cdot": "*", "\\times": "*",
+    "\\displaystyle": "", "\\quad": " ", "\\qquad": " ", "\\approx": "=", "≈": "=", "\u2009": "",
 }  # fmt: skip
+_GROUPS = re.compile(r"(?<=[0-9])\u00a0(?=[0-9]{3}(?![0-9]))")
+# After an equals sign a minus is a sign, whatever space stands behind it.
+_SPACED_SIGN = re.compile(r"(?<==) ?([+-]) (?=[0-9$.])")
 _SCIENTIFIC = re.compile(r"(?<=[0-9]) ?[*×x] ?10 ?\^ ?(?:\{ ?([+-]?[0-9]{1,4}) ?\}|([+-]?[0-9]{1,4}))(?![0-9])")
 
 
@@ -63,12 +67,13 @@ class Quantity:
 
 def plain(text: str) -> str:
     """LaTeX and typographic spellings of numbers as plain ones: `-\\frac{1}{2}` is "-1/2"."""
+    text = _GROUPS.sub("", text)
     for spelling, replacement in _REPLACED.items():
         text = text.replace(spelling, replacement)
     text = _LATEX_TEXT.sub(r" \1", text)
     text = _LATEX_FRACTION.sub(_ratio_text, text)
     text = _SCIENTIFIC.sub(lambda match: f"e{match[1] or match[2]}", text)
-    return " ".join(text.split())
+    return _SPACED_SIGN.sub(r" \1", " ".join(text.split()))
 
 
 def quantity(text: str) -> Quantity | None:
@@ -111,8 +116,8 @@ def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """Without what may stand around a number: emphasis, a final stop, `$...$`, parentheses, braces."""
-    text = text.lstrip(" :*_`").rstrip(" .:*_`")
+    """Without what may stand around a number: emphasis, quotes, a final stop, `$...$`, parentheses, braces."""
+    text = text.lstrip(" :*_`\"'“‘").rstrip(" .,;:*_`\"'”’")
     for opening, closing in ("$$", "()", "{}"):
         if len(text) > 2 and text[0] == opening and text[-1] == closing:
             text = text[1:-1].strip()

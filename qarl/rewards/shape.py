@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from qarl.readings import repeated_ngrams
 from qarl.records import Completion, Prompt
-from qarl.rewards.answer import compiled
+from qarl.rewards.extract import PATTERN_SECONDS, compiled
 from qarl.rewards.term import Term
 
 
@@ -18,7 +18,9 @@ class Format(Term):
 
     type: Literal["format"] = "format"
     pattern: str | None = Field(
-        default=None, description="Regular expression for the whole text; a dot also matches a line end."
+        default=None,
+        description="Regular expression for the whole text, in the syntax of the `regex` library; a dot also matches a "
+        "line end.",
     )
     tags: tuple[str, ...] = Field(
         default=(),
@@ -35,8 +37,10 @@ class Format(Term):
         return self
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        matches = self.pattern is None or compiled(self.pattern).fullmatch(completion.text) is not None
-        return float(matches and tags_in_order(completion.text, self.tags))
+        return float(self._matches(completion.text) and tags_in_order(completion.text, self.tags))
+
+    def _matches(self, text: str) -> bool:
+        return self.pattern is None or compiled(self.pattern).fullmatch(text, timeout=PATTERN_SECONDS) is not None
 
 
 class Length(Term):

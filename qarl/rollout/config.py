@@ -19,6 +19,13 @@ class SamplingConfig(Config):
         description="Divides the logits. 0 (greedy), or nearly so, is not a policy to train: every choice is certain.",
     )
     max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens, its stop token included.")
+    max_rounds: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Dynamic sampling: a step asks other prompts, up to this many times, until `prompts_per_step` "
+        "groups have unequal rewards; where they stay too few, others fill the batch and change nothing. 1: none.",
+    )
 
 
 class NativeEngineConfig(Config):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ class Completions:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         for path in folder.glob("step-*.jsonl"):
-            if int(path.stem.removeprefix("step-")) >= first_step:
+            # A copy that somebody made, "step-1 copy.jsonl", is theirs.
+            ours = re.fullmatch(r"step-(\d+)", path.stem, re.ASCII)
+            if ours is not None and int(ours[1]) >= first_step:
                 path.unlink()
 
     def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console as Terminal
@@ -31,6 +31,7 @@ class Console:
         self._steps = steps
         self._first_step = first_step
         self._started = time.perf_counter()
+        self.is_lost = False
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -47,15 +48,24 @@ class Console:
     def open(self) -> None:
         """Draw the bars from now on, and count the time per step from now."""
         self._started = time.perf_counter()
-        self._bar.start()
+        self._show(self._bar.start)
 
     def say(self, text: str) -> None:
         """Print above the bars."""
-        self._terminal.print(text, markup=False)
+        self._show(lambda: self._terminal.print(text, markup=False))
 
     def rolling_out(self, finished: int, total: int) -> None:
         """Show how many completions of this rollout are finished."""
-        self._bar.update(self._rollout_task, completed=finished, total=total)
+        self._show(lambda: self._bar.update(self._rollout_task, completed=finished, total=total))
+
+    def _show(self, draw: Callable[[], object]) -> None:
+        """Nobody may be looking any more: a closed pipe or terminal ends what is shown, and not the run."""
+        if self.is_lost:
+            return
+        try:
+            draw()
+        except (OSError, SystemExit):  # rich turns a broken pipe into an exit
+            self.is_lost = True
 
     def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
         """Completions have files of their own."""
@@ -65,13 +75,13 @@ class Console:
         seconds_a_step = (time.perf_counter() - self._started) / (done - self._first_step)
         remaining = seconds_a_step * (self._steps - done)
         self.say(step_line(step, self._steps, metrics, remaining))
-        self._bar.update(self._step_task, completed=done)
+        self._show(lambda: self._bar.update(self._step_task, completed=done))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.say(evaluation_line(step, metrics))
 
     def close(self) -> None:
-        self._bar.stop()
+        self._show(self._bar.stop)
 
 
 class LogLines(logging.Handler):
@@ -95,6 +105,18 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], remaining_s: 
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """`held-out after 0 steps  pass@1 0.115  ...`; a run has one set of held-out questions."""
-    shown = [f"{name.rpartition('/')[2]} {value:.4g}" for name, value in metrics.items()]
+    """`held-out after 0 steps  pass@1 0.115 (0.078 to 0.167)  ...`; a run has one set of held-out questions."""
+    figures = {name.rpartition("/")[2]: value for name, value in metrics.items()}
+    shown = [
+        f"{name} {value:.4g}{with_interval(figures, name)}"
+        for name, value in figures.items()
+        if not name.endswith(("_low", "_high"))
+    ]
     return "  ".join([f"held-out after {step} steps", *shown])
+
+
+def with_interval(figures: Mapping[str, float], name: str) -> str:
+    """` (0.078 to 0.167)` where the figure has an interval, else nothing."""
+    if f"{name}_low" not in figures:
+        return ""
+    return f" ({figures[f'{name}_low']:.3f} to {figures[f'{name}_high']:.3f})"

@@ -115,3 +115,11 @@ def test_only_the_reward_itself_does_without_a_group():
 
 def test_the_table_names_every_type():
     assert {name: choice().type for name, choice in ADVANTAGES.items()} == {name: name for name in ADVANTAGES}
+
+
+@pytest.mark.parametrize("advantage", WITH_BASELINE, ids=lambda advantage: advantage.type)
+def test_rewards_that_differ_by_the_last_bit_are_no_signal_of_full_size(advantage):
+    nearly = torch.full((8,), 0.35)
+    nearly[-1] = torch.nextafter(nearly[-1], torch.tensor(1.0))
+    (found,) = advantage([nearly])
+    assert found.abs().max() < 0.1

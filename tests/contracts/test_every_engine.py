@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qarl.errors import ConfigurationError, RunError
+from qarl.quant import SCHEMES
 from qarl.records import Completion, Group, Prompt, Snapshot
 from qarl.roles import Engine
 
@@ -160,3 +161,21 @@ def test_its_readings_are_numbers(small, engine_of):
     assert all(name.startswith(("perf/", "engine/")) for name in readings)
     assert all(math.isfinite(value) for value in readings.values())
     assert 0.0 <= readings["perf/bubble"] < 1.0
+
+
+@every_engine
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_versions_loaded_again_and_again_are_served_as_at_first(small, engine_of, scheme: str):
+    first, second = (small.learner(scheme, seed=seed).publish() for seed in (0, 1))
+    engine, prompts = engine_of(small, first), small.prompts(*LENGTHS)
+
+    def completed() -> list[Group]:
+        return engine.generate(prompts, 2, small.sampling, SEED)
+
+    before = completed()
+    engine.load(first)
+    assert_same(completed(), before)
+    engine.load(second)
+    assert tokens(completed()) != tokens(before)
+    engine.load(first)
+    assert_same(completed(), before)

@@ -66,7 +66,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     last = newest_checkpoint(folder / "checkpoints")
     assert last is not None
     return {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows],
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows],
         "evaluations": read_lines(folder / "evaluations.jsonl"),
         "completions": {path.name: path.read_text() for path in (folder / "completions").iterdir()},
         "tensors": {path.name: path.read_bytes() for path in last.folder.rglob("*.safetensors")},

@@ -24,6 +24,7 @@ from qarl.ops.kernels import kernels, using
 from qarl.ops.operand import Operand, operand_of
 from qarl.ops.reference import ReferenceKernels
 from qarl.optim import Linear, Muon
+from qarl.quant import SCHEMES
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import scheme_named
 from qarl.records import Completion, Group, LossInputs
@@ -597,3 +598,17 @@ def test_another_kl_reference_than_the_runs_own_is_refused(small, tmp_path):
     with pytest.raises(RunError, match="would be another KL reference"):
         small.learner("w8a8-int8", held, seed=1).restore(tmp_path)
     small.learner("w8a8-int8", held).restore(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_of_zeros_is_trained_like_any_other(small, scheme):
+    learner = small.learner(scheme)
+    with torch.no_grad():
+        for name, parameter in learner.decoder.named_parameters():
+            if name.startswith("model.layers.0."):
+                parameter.zero_()
+    learner._snapshot = learner._requantize()
+    groups = small.rollout(learner, *LENGTHS)
+    found = values(learner.update(groups, small.advantages(groups)))
+    assert (found["mismatch/bit_equal"], found["optim/skipped"]) == (1.0, 0.0)
+    assert all(bool(weight.isfinite().all()) for weight in masters(learner).values())

@@ -127,7 +127,22 @@ def test_a_longer_rope_table_starts_with_the_bits_of_a_shorter_one():
         ({"head_dim": 7}, "head_dim 7"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number from 0 to 1"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
+        ({"architectures": [7]}, "architectures must be a list of names"),
+        ({"layer_types": [{}]}, "layer_types must be a list of names"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": "all"}, "sliding_window must be a whole"),
+        ({**WINDOWED_QWEN, "max_window_layers": "1"}, "max_window_layers must be a whole number"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_theta": 10**400}, "the rope parameters give no rotary embedding"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, "the rope parameters give no rotary"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-45}}, "frequencies that are not finite"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776, more than"),
+        ({"vocab_size": 2**31 + 1}, "vocab_size is 2147483649, more than"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.XModel"}}, r"auto_map: 'modeling_x\.XModel'.*never run"),
+        ({"auto_map": ["modeling_x.XModel"]}, r"auto_map: \['modeling_x\.XModel'\]"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, named):
@@ -144,7 +159,12 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
         {**WINDOWED_QWEN, "max_window_layers": 2},
         {**WINDOWED_QWEN, "sliding_window": 128},
         {"sliding_window": 16},
+        {**WINDOWED_QWEN, "max_window_layers": None, "use_sliding_window": False},
     ],
 )
 def test_a_sliding_window_that_cannot_act_is_accepted(change):
     assert ModelConfig.from_hf({**LLAMA, **change}).max_position_embeddings == 128
+
+
+def test_code_for_anything_but_the_model_is_none_of_ours():
+    assert ModelConfig.from_hf({**LLAMA, "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}).family == "llama"

@@ -147,6 +147,10 @@ def test_a_folder_without_weights_or_config_is_refused(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"config\.json: not valid JSON"):
         load_folder(folder)
+    for content in (b"[" * 100_000, b"9" * 10_000, b"\xff"):
+        (folder / "config.json").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=r"config\.json: not valid JSON"):
+            load_folder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigurationError, match=r"has no config\.json"):
         load_folder(folder)

@@ -41,6 +41,9 @@ def test_a_known_name_goes_before_a_folder_of_the_same_name(tmp_path, monkeypatc
         ("./gone", "no such folder"),
         ("a/b/c", "no such folder"),
         ("some/model.gguf", "no such folder or .gguf file"),
+        ("x" * 5000, "no such folder"),
+        ("~nobody-of-this-name/model/folder", "no such folder"),
+        ("a\0b", "no such folder"),
         (__file__, "a model is a folder or a .gguf file, not a .py file"),
     ],
 )

@@ -1,4 +1,6 @@
 import json
+import os
+import resource
 from dataclasses import replace
 from typing import Any
 
@@ -90,3 +92,29 @@ def test_an_incomplete_set_of_tensors_is_refused(tmp_path):
     del weights["model.norm.weight"]
     with pytest.raises(ConfigurationError, match=r"model\.norm\.weight is missing"):
         save_folder(tmp_path / "model", TINY_CONFIG, weights)
+
+
+def test_weights_that_the_disk_refuses_are_an_os_error_and_nothing_is_left(tmp_path):
+    """In a child: the limit to the size of a file stands in for a full disk, and cannot be raised again."""
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+            with pytest.raises(OSError, match="File too large"):
+                save_folder(tmp_path / "model", TINY_CONFIG, random_weights(TINY_CONFIG, seed=0))
+            assert list(tmp_path.iterdir()) == []
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_tokenizer_that_the_disk_refuses_is_an_os_error_and_nothing_is_left(tmp_path, monkeypatch):
+    def refused(folder):
+        raise Exception("No space left on device (os error 28)")  # as the library in Rust has it
+
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(tokenizer, "save_pretrained", refused)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_folder(tmp_path / "model", TINY_CONFIG, random_weights(TINY_CONFIG, seed=0), tokenizer)
+    assert list(tmp_path.iterdir()) == []

@@ -75,3 +75,27 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(ConfigurationError, match="no usable tokenizer") as raised:
         load_tokenizer(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("declared", [{"a": 1}, [[1]], [1, "</s>"], True, 1.5])
+def test_stop_tokens_that_are_no_numbers_are_refused_with_their_file(tmp_path, declared):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    with pytest.raises(ConfigurationError, match=r"generation_config\.json: eos_token_id must be token numbers"):
+        declared_stop_ids(tmp_path)
+
+
+def test_whatever_the_libraries_raise_is_one_line(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("data did not match\nany variant")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", broken)
+    with pytest.raises(ConfigurationError, match=r"no usable tokenizer: data did not match$"):
+        load_tokenizer(tmp_path)
+
+
+def test_of_a_tokenizer_without_tokens_none_is_sampleable():
+    class Empty:
+        def get_vocab(self):
+            return {}
+
+    assert sampleable_tokens(Empty(), 320) == 0

@@ -134,3 +134,14 @@ def test_mis_checks_a_single_bound_against_the_other_default():
 
 def test_the_table_names_every_type():
     assert {name: choice().type for name, choice in CORRECTIONS.items()} == {name: name for name in CORRECTIONS}
+
+
+def test_a_product_over_many_tokens_is_seen_to_have_no_meaning_left(inputs):
+    """Two answers of 9000 tokens, each token off by a thousandth: one weight is all but gone, the other at its cap."""
+    engine = [[1e-3] * 9000, [-1e-3] * 9000]
+    batch = inputs([[0.0] * 9000] * 2, [1.0] * 2, engine=engine, mask=[[True] * 9000] * 2)
+    product = SequenceTis(ratio="product", cap=2.0)(batch)
+    assert values(product.metrics, "truncated") == 0.5
+    assert values(product.metrics, "weight_mean") == pytest.approx((math.exp(-9.0) + 2.0) / 2)
+    mean = SequenceTis(cap=2.0)(batch)
+    assert values(mean.metrics, "weight_mean") == pytest.approx(math.cosh(1e-3))

@@ -58,9 +58,10 @@ def test_a_weight_that_is_not_finite_is_an_error_that_names_it(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(name):
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(name, size):
     scheme = scheme_named(name)
-    weights = [torch.randn(rows, K) for rows in (128, 40)]
+    weights = [torch.randn(128, K), size * torch.randn(40, K)]
     parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
     bias = torch.randn(40)
     operand = operand_of(parts, [None, bias])
@@ -77,6 +78,7 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
         rows = (codes, scales[:, 0]) if operand.quantizes_rows else rows
         rounded = dequantize_activations(codes, scales, scheme.activation)
     assert torch.equal(operand.rows_as_float(rows), rounded)
+    assert (dense[128:] - weights[1]).abs().max() <= 0.3 * size  # of its own scale, not of its large sibling's
     exact = rounded.double() @ dense.double().t() + torch.cat([torch.zeros(128), bias]) + residual
     torch.testing.assert_close(operand.product(rows, residual).double(), exact, rtol=1e-5, atol=1e-4)
     exact = exact - residual

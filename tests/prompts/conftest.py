@@ -18,13 +18,13 @@ WORDS = ["What", "is", "?", "+", "-", "*", "Answer", "briefly", "hello", *map(st
 
 @pytest.fixture
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """A tokenizer that writes <s> before a text when asked for special tokens, as Llama's does."""
+    """A tokenizer that writes <s> before a text when asked for special tokens, as Llama's does, or as `frame` says."""
 
-    def make(template: str | None = TEMPLATE, eos: str | None = "</s>") -> PreTrainedTokenizerFast:
+    def make(template: object = TEMPLATE, eos: str | None = "</s>", frame: str = "<s> $A") -> PreTrainedTokenizerFast:
         vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
         core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         core.pre_tokenizer = pre_tokenizers.Whitespace()
-        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        core.post_processor = processors.TemplateProcessing(single=frame, special_tokens=[("<s>", 1), ("</s>", 2)])
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=core, bos_token="<s>", eos_token=eos, unk_token="<unk>",
             additional_special_tokens=SPECIAL[3:],

@@ -65,6 +65,48 @@ def test_parquet_with_verls_columns(tmp_path):
     assert row.columns["extra_info"] == {"split": "train", "index": 0}
 
 
+def test_bad_cells_of_a_table_are_named_by_row_and_column(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    rows = [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match=r"a.parquet, row 2: column `answer` is empty"):
+        read(tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match=r"a.csv, line 3: column `answer` is empty"):
+        read(write(tmp_path / "a.csv", "prompt,answer\nx,1\ny,\n"))
+    with pytest.raises(ConfigurationError, match=r"a.csv, line 2: column `prompt`: character 2 is NUL"):
+        read(write(tmp_path / "a.csv", "prompt,answer\nx\0,1\n"))
+    with pytest.raises(ConfigurationError, match=r"a.json, row 2: column `prompt` is of type int"):
+        read(write(tmp_path / "a.json", '[{"prompt": "x"}, {"prompt": 2}]'))
+
+
+def test_a_table_that_holds_no_text_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    broken = pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
+    )
+    parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigurationError, match=r"a.parquet: not a readable Parquet file \(.*utf-8"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    def refuse(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = write(tmp_path / "a.jsonl", "")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigurationError, match=r"a.jsonl: cannot be read .Permission denied.; check its permissions"):
+        read(path)
+
+
+def test_verifiers_rows_are_read_without_naming_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"question": "1+1", "answer": "2", "info": {}, "task": "sums"}')
+    rows = FileRows(path)
+    assert (rows.row(0).content, rows.row(0).columns["answer"], rows.row(0).columns["task"]) == ("1+1", "2", "sums")
+
+
 def test_named_columns(tmp_path):
     path = write(tmp_path / "sums.jsonl", '{"question": "1+1", "meta": {"solution": 2}}')
     assert read(path, "question", "meta.solution") == [("sums/1", "1+1", 2)]
@@ -93,6 +135,19 @@ def test_column_that_some_rows_lack_is_none_there(tmp_path):
         ("a.csv", "prompt,prompt\nx,y\n", "line 1: a column name occurs twice"),
         ("a.csv", 'prompt,answer\n"x,y\n', "a.csv, line 2: not CSV: unexpected end of data"),
         ("a.parquet", "not parquet", "a.parquet: not a readable Parquet file"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}\n{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "a.jsonl, line 2: nested too deeply",
+        ),
+        ("a.json", "[" * 100_000, "a.json: nested too deeply"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": ' + "9" * 5000 + "}",
+            "a.jsonl, line 1: holds a number that cannot be read",
+        ),
+        ("a.jsonl", "\0" * 8, "a.jsonl, line 1: not JSON: Expecting value at column 1"),
+        ("a.jsonl", '{"prompt": "a\0"}', "a.jsonl, line 1: not JSON: Invalid control character at column 14"),
         ("a.txt", "x", "ends in .jsonl, .json, .csv, .parquet, not .txt"),
     ],
 )
@@ -108,7 +163,11 @@ def test_bad_file_is_refused_with_its_place(tmp_path, name, content, problem):
             '{"prompt": "x"}\n{"question": "y"}',
             "a.jsonl, line 2: column `prompt` is empty; the row has question",
         ),
-        ('{"question": "y"}', "a.jsonl, line 1: column `prompt` is missing; the row has question"),
+        ('{"text": "y"}', "a.jsonl, line 1: column `prompt` is missing; the row has text"),
+        ('{"prompt": "x"}\n{"prompt": "\\ud83d"}', "a.jsonl, line 2: column `prompt`: character 1 is half of one"),
+        ('{"prompt": "x"}\n{"prompt": "\\u0000"}', "a.jsonl, line 2: column `prompt`: character 1 is NUL"),
+        ('{"prompt": "x", "answer": NaN}', "a.jsonl, line 1: column `answer` is nan"),
+        ('{"prompt": "x", "answer": 1e400}', "a.jsonl, line 1: column `answer` is inf"),
         ('{"prompt": "x", "answer": "1"}\n\n{"prompt": "y"}', "a.jsonl, line 3: column `answer` is empty"),
     ],
 )
@@ -150,6 +209,14 @@ def test_held_out_share_of_a_file(tmp_path, make_tokenizer):
     config = File(path=str(write(tmp_path / "train.jsonl", "\n".join(map(json.dumps, ROWS)))), eval_fraction=0.5)
     source = config.build(config.renderer(make_tokenizer()), seed=0)
     assert [prompt.id for prompt in source.held_out(1) + source.take(0, 1)] == ["train/2", "train/1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({}, None), ({"eval_fraction": 0.5}, "eval_fraction"), ({"eval_path": "b.jsonl"}, "eval_path")],
+)
+def test_the_key_that_holds_rows_out_is_known(settings, key):
+    assert File(path="a.jsonl", **settings).held_out_key == key
 
 
 @pytest.mark.parametrize(

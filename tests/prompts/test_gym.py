@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -30,6 +32,26 @@ def test_questions_are_a_function_of_the_seed(gym):
     questions = [[row.content for row in rows.draw(seed, 3)] for seed in (100, 100, 200)]
     assert questions[0] == questions[1]
     assert not set(questions[0]) & set(questions[2])
+
+
+DRAW = """
+from qarl.process import prepare
+prepare()
+import reasoning_gym
+print([entry["question"] for entry in reasoning_gym.create_dataset("ransom_note", seed=7, size=3)])
+"""
+
+
+def test_questions_are_the_same_in_every_process_of_the_command_line(gym):
+    """This task draws from a set of texts, whose order follows Python's hashes."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DRAW], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate(timeout=120)[0] for process in processes)
+    assert first == second and "ransom" in first.lower()
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,12 @@ def test_splits_become_training_and_held_out_prompts(library, make_tokenizer):
     source = build(make_tokenizer, eval_split="test")
     assert sorted(prompt.row["answer"] for prompt in source.take(0, 4)) == ["1", "2", "3", "4"]
     assert [prompt.id for prompt in source.held_out(1)] == ["sums/main, split test/0"]
+    assert HubDataset(path="sums", eval_split="test").held_out_key == "eval_split"
+    assert HubDataset(path="sums").held_out_key is None
+
+
+def test_verifiers_question_is_found(library, make_tokenizer):
+    assert build(make_tokenizer, prompt_column=None).take(0, 1)[0].row["answer"] in ("1", "2", "3", "4")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,7 @@ def test_splits_become_training_and_held_out_prompts(library, make_tokenizer):
         ({"path": "other"}, r"other/main, split train: cannot be loaded \(FileNotFoundError: no other\)"),
         ({"split": "empty"}, "sums/main, split empty: no rows"),
         ({"prompt_column": "prompt"}, "split train, row 0: column `prompt` is missing; the row has question, answer"),
+        ({"answer_column": "solution"}, "split train, row 0: column `solution` is missing"),
     ],
 )
 def test_data_set_that_cannot_be_used_is_refused(library, make_tokenizer, settings, problem):

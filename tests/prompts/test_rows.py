@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from qarl.errors import ConfigurationError
-from qarl.prompts.rows import Columns, find_answer_column
+from qarl.prompts.rows import Columns, find_columns
 
 
 def test_trl_row_keeps_every_column():
@@ -18,7 +18,7 @@ def test_verl_answer_becomes_the_column_answer():
         "data_source": "sums",
         "reward_model": {"style": "rule", "ground_truth": "4"},
     }
-    row = Columns("prompt", find_answer_column([columns])).row("a/1", columns, "a")
+    row = find_columns([columns]).row("a/1", columns, "a")
     assert row.content == ({"role": "user", "content": "2+2"},)
     assert row.columns["answer"] == "4"
     assert row.columns["data_source"] == "sums"
@@ -38,7 +38,27 @@ def test_column_named_with_a_dot_wins_over_the_nested_one():
     ],
 )
 def test_answer_is_found_under_trls_and_verls_name_only(rows, found):
-    assert find_answer_column(rows) == found
+    assert find_columns(rows).answer == found
+
+
+@pytest.mark.parametrize(
+    ("columns", "content"),
+    [
+        ({"question": "2+2", "answer": "4", "info": {"level": 1}, "task": "sums"}, "2+2"),
+        ({"prompt": "2+2?", "question": "2+2", "answer": "4"}, "2+2?"),
+        ({"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4", "info": {}, "task": "sums"},
+         ({"role": "user", "content": "2+2?"},)),
+    ],
+)  # fmt: skip
+def test_verifiers_question_is_the_prompt_where_there_is_no_other(columns, content):
+    row = find_columns([columns]).row("a/1", columns, "a")
+    assert (row.content, row.columns) == (content, columns)
+
+
+def test_named_columns_are_not_looked_for():
+    rows = [{"prompt": "2+2", "answer": "4", "text": "3+3", "meta": {"solution": "6"}}]
+    assert find_columns(rows, "text", "meta.solution") == Columns("text", "meta.solution")
+    assert find_columns([{"text": "3+3"}]) == Columns("prompt", None)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +74,16 @@ def test_answer_is_found_under_trls_and_verls_name_only(rows, found):
         ({"prompt": [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image"}]}]},
          "message 2: `content` is of type list; it must be a text"),
         ({"prompt": "x"}, "column `answer` is missing"),
+        ({"prompt": " \n"}, "column `prompt` is empty"),
+        ({"prompt": [{"role": "user", "content": "\t"}]}, "column `prompt`, message 1: `content` is empty"),
+        ({"prompt": "x", "answer": " "}, "column `answer` is empty"),
+        ({"prompt": "x", "answer": float("nan")}, "column `answer` is nan, which is no number"),
+        ({"prompt": "x", "answer": float("inf")}, "column `answer` is inf, which is no number"),
+        ({"prompt": "ab\udc80"}, r"line 3: column `prompt`: character 3 is half of one \(\\udc80, a lone surrogate"),
+        ({"prompt": "a\0"}, "line 3: column `prompt`: character 2 is NUL"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]},
+         "column `prompt`, message 1, `content`: character 1 is half of one"),
+        ({"prompt": "x", "answer": "\0"}, "line 3: column `answer`: character 1 is NUL"),
     ],
 )  # fmt: skip
 def test_bad_row_is_refused_with_its_place_and_column(columns, problem):

@@ -7,7 +7,7 @@ import pytest
 from qarl.errors import ConfigurationError
 from qarl.prompts.chat import Renderer
 from qarl.prompts.rows import Row
-from qarl.prompts.source import FinitePrompts, GeneratedPrompts, permutation, row_seed, split
+from qarl.prompts.source import PROBED_ROWS, FinitePrompts, GeneratedPrompts, permutation, row_seed, split
 
 
 class Table:
@@ -29,8 +29,10 @@ class Stream:
 
     def __init__(self, longest: int = 1) -> None:
         self._longest = longest
+        self.drawn = 0
 
     def draw(self, seed: int, count: int) -> list[Row]:
+        self.drawn += count
         rng = random.Random(seed)
         texts = [" ".join(["hello"] * rng.randint(1, self._longest)) for _ in range(count)]
         return [Row("", text, {"number": rng.random()}, "") for text in texts]
@@ -103,6 +105,67 @@ def test_more_held_out_prompts_than_there_are_is_refused(renderer):
         FinitePrompts(Table(5), renderer, seed=0).held_out(3)
 
 
+def test_all_of_finite_data_is_known_before_training_and_some_of_generated(renderer):
+    source = FinitePrompts(Table(4, long=frozenset({1})), renderer, seed=0, evaluation=Table(2, name="test"))
+    assert [prompt.id for prompt in source.known()] == ["table/0", "table/2", "table/3", "test/0", "test/1"]
+    generated = [prompt.row["number"] for prompt in GeneratedPrompts(Stream(), renderer, seed=0).known()]
+    assert len(set(generated)) == PROBED_ROWS
+    other = [prompt.row["number"] for prompt in GeneratedPrompts(Stream(), renderer, seed=1).known()]
+    assert not set(generated) & set(other)
+    assert len(list(GeneratedPrompts(Stream(longest=4), renderer, seed=0).known())) < PROBED_ROWS
+
+
+def test_a_batch_larger_than_the_data_is_refused(renderer):
+    source = FinitePrompts(Table(5, long=frozenset({1})), renderer, seed=0)
+    assert source.num_training == len(source.take(0, 4)) == 4
+    with pytest.raises(ConfigurationError, match="table: 5 prompts at a time are asked for, 4 are there"):
+        source.take(0, 5)
+
+
+def test_prompts_both_trained_on_and_held_out_are_counted_in_one_warning(renderer):
+    class Same(Table):
+        def row(self, index: int) -> Row:
+            row = super().row(index)
+            return Row(row.id, "hello" if index % 2 else f"What {index}", row.columns, row.where)
+
+    assert FinitePrompts(Table(5), renderer, seed=0).warnings == ()
+    # Rows 1, 3 and 5 of six are equal to row 1 of the two held out, row 0 to row 0; 2 and 4 are to none.
+    (warning,) = FinitePrompts(Same(6), renderer, seed=0, evaluation=Same(2, name="test")).warnings
+    assert warning.startswith("table: 4 of 6 prompts to train on are also held out, word for word")
+    # Of rows 0 to 3 row 2 is held out: none of the others says the same.
+    assert FinitePrompts(Same(4), renderer, seed=0, held_out_share=0.25).warnings == ()
+
+
+def test_what_is_odd_about_a_template_is_a_warning_of_every_source(make_tokenizer):
+    renderer = Renderer(make_tokenizer(template="<s> {{ messages[0].content | upper }}"))
+    for source in (FinitePrompts(Table(5), renderer, seed=0), GeneratedPrompts(Stream(), renderer, seed=0)):
+        assert len(source.warnings) == 1 and "how an answer ends" in source.warnings[0]
+
+
+def test_a_long_generated_row_is_found_at_the_start(make_tokenizer):
+    class Rare(Stream):
+        def draw(self, seed: int, count: int) -> list[Row]:
+            # One row of fifty has five words.
+            return [Row("", "hello " * (5 if (seed + n) % 50 == 0 else 1), {}, "") for n in range(count)]
+
+    renderer = Renderer(make_tokenizer(), chat=False, max_prompt_tokens=3)
+    with pytest.raises(
+        ConfigurationError, match=r"generated row stream/probe-\d+: .* has 6 tokens, the limit is 3; .*on_long"
+    ):
+        GeneratedPrompts(Rare(), renderer, seed=0)
+
+
+def test_the_start_tries_some_hundred_generated_rows_and_takes_no_longer_than_it_may(renderer, monkeypatch):
+    stream = Stream()
+    GeneratedPrompts(stream, renderer, seed=0)
+    assert stream.drawn == PROBED_ROWS
+    slow = Stream()
+    seconds = iter(range(100))
+    monkeypatch.setattr("qarl.prompts.source.time.monotonic", lambda: next(seconds))
+    GeneratedPrompts(slow, renderer, seed=0)
+    assert slow.drawn == 24  # eight rows a second, and more than two seconds are enough
+
+
 def test_generated_prompts_are_a_function_of_seed_and_step(renderer):
     def numbers(seed: int, step: int) -> list[float]:
         return [prompt.row["number"] for prompt in GeneratedPrompts(Stream(), renderer, seed).take(step, 3)]
@@ -131,6 +194,7 @@ def test_long_generated_rows_are_drawn_again_and_counted(renderer):
     assert len(prompts) == 20
     assert max(len(prompt.token_ids) for prompt in prompts) == 3
     assert source.skipped > 0
+    assert GeneratedPrompts(Stream(longest=4), renderer, seed=0).skipped == 0
     assert len({prompt.id for prompt in prompts}) == 20
 
 

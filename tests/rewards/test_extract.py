@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from qarl.rewards import extract
 from qarl.rewards.extract import final_answer, has_marker, last_boxed, last_line
 
 
@@ -68,6 +69,12 @@ def test_regex_takes_its_group_of_the_last_match():
     assert final_answer("<a>1</a><a>2</a>", "regex", "<a>(.*?)</a>") == "2"
     assert final_answer("v1 v2", "regex", "v[0-9]") == "v2"
     assert final_answer("none", "regex", "v[0-9]") is None
+
+
+def test_a_regex_that_runs_away_is_stopped(monkeypatch):
+    monkeypatch.setattr(extract, "PATTERN_SECONDS", 0.1)
+    with pytest.raises(TimeoutError):
+        final_answer("a" * 100 + "!", "regex", "(a|aa)+$")
 
 
 def test_markers_and_lines():

@@ -3,16 +3,18 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
-from qarl.errors import ConfigurationError, RunError
-from qarl.rewards.function import Python, as_number, resolve, trl_arguments
-from qarl.rewards.term import Failure
+from qarl.errors import ConfigurationError
+from qarl.rewards.function import Python, resolve, trl_arguments
+from qarl.rewards.term import Failure, InvalidValue
 
 MODULE = """
+import asyncio
+
+import numpy as np
+
 NUMBER = 7
 
 def lengths(prompts, completions, **columns):
@@ -30,8 +32,32 @@ def one_number(prompts, completions, **columns):
 def mixed(prompts, completions, **columns):
     return [None, "1", float("nan"), True]
 
+def array(prompts, completions, **columns):
+    return np.array([0.5, 1.5])
+
+async def patient(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [2.0 for _ in completions]
+
+async def patient_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return 3.0
+
 def broken(prompts, completions, **columns):
     raise KeyError("gold")
+
+def of_the_trainer(prompts, completions, **columns):
+    return [float(columns["trainer_state"].global_step)] * len(completions)
+
+def needs_the_trainer(prompts, completions, trainer_state, **columns):
+    return [0.0] * len(completions)
+
+def takes_only_answers(prompts, completions, completion_ids, answer):
+    return [0.0] * len(completions)
+
+def greedy(prompts, completions, tags, **columns):
+    tags[0].clear()
+    return [float(len(one)) for one in tags]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "crash":
@@ -88,39 +114,71 @@ def test_exception_of_a_verl_function_fails_one_completion(module, make_group):
     outcomes = Python(function=f"{module}:compute_score", style="verl").score_group(
         make_group("crash", "7", data_source="sums", answer="7")
     )
-    assert outcomes == [Failure("IndexError: empty"), 1.0]
+    assert outcomes == [Failure("exception", "IndexError: empty"), 1.0]
 
 
-def test_exception_of_a_trl_function_fails_its_group(module, make_group):
-    outcomes = Python(function=f"{module}:broken", style="trl").score_group(make_group("a", "b"))
-    assert outcomes == [Failure("KeyError: 'gold'")] * 2
+def test_a_trl_function_is_called_for_a_group_and_a_verl_function_for_a_completion(module, make_group):
+    group = make_group("a", "b")
+    assert Python(function=f"{module}:lengths", style="trl").calls(group) == [group]
+    calls = Python(function=f"{module}:compute_score", style="verl").calls(group)
+    assert [[one.text for one in call.completions] for call in calls] == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize(("name", "got"), [("too_few", "1 values"), ("one_number", "float")])
-def test_wrong_number_of_values_ends_the_run(module, make_group, name, got):
-    with pytest.raises(RunError, match=rf"rules.py:{name} returned {got} for 3 completions .* one number for each"):
+def test_exception_of_a_trl_function_is_that_of_the_call(module, make_group):
+    with pytest.raises(KeyError, match="gold"):
+        Python(function=f"{module}:broken", style="trl").score_group(make_group("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("too_few", "returned 1 values for 3 completions"),
+        ("one_number", r"returned 1.0 \(float\), not a list of 3 numbers"),
+    ],
+)
+def test_wrong_number_of_values_is_no_reward(module, make_group, name, problem):
+    with pytest.raises(InvalidValue, match=problem):
         Python(function=f"{module}:{name}", style="trl").score_group(make_group("a", "b", "c"))
 
 
 def test_values_that_are_no_numbers_are_failures_one_by_one(module, make_group):
     outcomes = Python(function=f"{module}:mixed", style="trl").score_group(make_group("a", "b", "c", "d"))
-    assert outcomes[:3] == [
-        Failure("the function returned None (NoneType), not a number"),
-        Failure("the function returned '1' (str), not a number"),
-        Failure("the function returned nan; a reward must be finite"),
+    assert outcomes == [
+        None,
+        Failure("invalid", "returned '1' (str), not a number"),
+        Failure("invalid", "returned nan; a reward must be finite, in 32 bits"),
+        1.0,
     ]
-    assert outcomes[3] == 1.0
 
 
-@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), torch.tensor(2.0), torch.tensor([2])])
-def test_numbers_of_all_libraries_are_numbers(value):
-    assert as_number(value) == 2.0
+def test_an_array_is_a_list(module, make_group):
+    assert Python(function=f"{module}:array", style="trl").score_group(make_group("a", "b")) == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_infinite_numbers_are_refused(value):
-    with pytest.raises(ValueError, match="must be finite"):
-        as_number(value)
+def test_functions_may_be_asynchronous(module, make_group):
+    assert Python(function=f"{module}:patient", style="trl").score_group(make_group("a", "b")) == [2.0, 2.0]
+    term = Python(function=f"{module}:patient_score", style="verl")
+    assert term.score_group(make_group("a", data_source="sums", answer="7")) == [3.0]
+
+
+def test_changing_one_completions_columns_changes_no_others(module, make_group):
+    term = Python(function=f"{module}:greedy", style="trl")
+    assert term.score_group(make_group("a", "b", tags=[1, 2])) == [0.0, 2.0]
+
+
+def test_what_only_the_trainer_of_trl_can_give_is_named(module, make_group, make_prompt):
+    with pytest.raises(ConfigurationError, match="reads `trainer_state`, which only TRL's trainer can give"):
+        Python(function=f"{module}:of_the_trainer", style="trl").score_group(make_group("a"))
+    with pytest.raises(ConfigurationError, match=r"cannot be called for prompt .*required argument: 'trainer_state'"):
+        Python(function=f"{module}:needs_the_trainer", style="trl").check(make_prompt())
+
+
+def test_a_row_is_checked_against_the_functions_parameters(module, make_prompt):
+    term = Python(function=f"{module}:takes_only_answers", style="trl")
+    term.check(make_prompt(answer="7"))
+    with pytest.raises(ConfigurationError, match=r"unexpected keyword argument 'level'; .* as \*\*columns"):
+        term.check(make_prompt(answer="7", level=3))
+    Python(function=f"{module}:compute_score", style="verl").check(make_prompt(answer="7", data_source="sums"))
 
 
 @pytest.mark.parametrize(

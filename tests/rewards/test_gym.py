@@ -49,10 +49,18 @@ def test_a_verifier_that_cannot_parse_the_reference_answer_is_an_error_of_the_ro
         ReasoningGymScore(tag="").score(make_prompt(**row), make_completion("x"))
 
 
-def test_row_of_another_source_is_refused(make_prompt, make_completion):
+def test_a_row_whose_reference_answer_cannot_be_scored_is_refused(make_prompt):
+    row = row_of("prime_factorization")
+    ReasoningGymScore().check(make_prompt(**row))
+    row["entry"]["answer"] = "unknown"
+    with pytest.raises(ConfigurationError, match=r"task prime_factorization cannot judge .* of prompt sums/1 \(Value"):
+        ReasoningGymScore().check(make_prompt(**row))
+
+
+def test_row_of_another_source_is_refused(make_prompt):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     with pytest.raises(ConfigurationError, match="reward reasoning_gym: column `task` is missing"):
-        ReasoningGymScore().score(make_prompt(answer="7"), make_completion("7"))
+        ReasoningGymScore().check(make_prompt(answer="7"))
 
 
 def test_missing_library_names_the_extra(monkeypatch):

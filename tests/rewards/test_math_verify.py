@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,8 +38,26 @@ def test_it_works_in_a_thread(library, make_prompt, make_completion):
 
 
 def test_reference_that_is_no_mathematics_is_refused(library, make_prompt, make_completion):
-    with pytest.raises(ConfigurationError, match=r"math_verify reads no expression in the answer 'why\?'"):
-        MathVerify().score(make_prompt(answer="why?"), make_completion("42"))
+    for answer in ("why?", "no idea at all"):
+        with pytest.raises(ConfigurationError, match="math_verify reads no expression in the answer"):
+            MathVerify().score(make_prompt(answer=answer), make_completion("42"))
+
+
+def test_a_row_is_checked_for_a_reference_that_can_be_read(library, make_prompt):
+    MathVerify().check(make_prompt(answer=[r"\frac{1}{2}", "0.5"]))
+    for answer, problem in (("why?", "reads no expression in the answer"), ([], "it must be a text, a number")):
+        with pytest.raises(ConfigurationError, match=problem):
+            MathVerify().check(make_prompt(answer=answer))
+
+
+def test_the_library_does_not_warn_of_the_limits_that_it_lacks(
+    library, monkeypatch, make_prompt, make_completion, caplog
+):
+    monkeypatch.setattr("math_verify.parser.TIMEOUT_WARNING_SHOWN", False)
+    logging.getLogger("math_verify").setLevel(logging.NOTSET)
+    MathVerify().prepare()
+    MathVerify().score(make_prompt(answer="7"), make_completion("$7$"))
+    assert caplog.records == []
 
 
 def test_only_the_end_of_a_long_completion_is_read(library, make_prompt, make_completion):

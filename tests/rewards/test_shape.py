@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from qarl.rewards import shape
 from qarl.rewards.shape import Format, Length, Repetition, overlong, tags_in_order
 
 THINK = "<think>2 and 2\nis 4</think><answer>4</answer>"
@@ -28,6 +29,12 @@ def test_pattern_must_match_the_whole_text(make_prompt, make_completion):
 )
 def test_tags_must_stand_once_and_in_order(text, right):
     assert tags_in_order(text, ("think", "answer")) is right
+
+
+def test_a_pattern_that_runs_away_is_stopped(monkeypatch, make_prompt, make_completion):
+    monkeypatch.setattr(shape, "PATTERN_SECONDS", 0.1)
+    with pytest.raises(TimeoutError):
+        Format(pattern="(a|aa)+").score(make_prompt(), make_completion("a" * 100 + "!"))
 
 
 def test_pattern_and_tags_must_both_hold(make_prompt, make_completion):

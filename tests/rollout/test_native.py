@@ -490,7 +490,7 @@ def test_an_aborted_completion_without_tokens_is_scored_and_measured(small, publ
     engine = small.engine(published[0], max_concurrency=1)
     groups = engine.generate(small.prompts(3, 4), 2, NO_STOP, SEED, after(12))
     assert [len(completion) for completion in completions_of(groups)] == [10, 2, 0, 0]
-    first, second = Scorer([Length(token_cost=0.01), Repetition()], max_error_share=1.0)(groups)
+    first, second = Scorer([Length(token_cost=0.01), Repetition()])(groups)
     assert first.total.isnan().tolist() == [False, True] and second.total.isnan().tolist() == [True, True]
     found = completion_metrics(groups)
     assert found["completion/length_mean"].value() == 3.0

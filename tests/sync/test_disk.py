@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -138,3 +139,12 @@ def test_tensors_changed_since_publishing_are_not_written(tmp_path: Path) -> Non
     with pytest.raises(RunError, match="version 7 changed after it was published"):
         write_snapshot(published, tmp_path / "v7")
     assert not (tmp_path / "v7").exists()
+
+
+def test_packed_codes_are_read_by_the_rule_that_other_readers_follow(tmp_path: Path) -> None:
+    """compressed-tensors' `pack-quantized`: eight codes + 8 in each int32, the first in its lowest bits."""
+    written = snapshot("w4a16")
+    write_snapshot(written, tmp_path / "v7")
+    words = load_file(tmp_path / "v7" / TENSORS)[f"{MODULE}.weight_packed"].numpy().view(np.uint32)
+    codes = np.stack([(words >> 4 * place & 15).astype(np.int64) - 8 for place in range(8)], -1).reshape(6, 256)
+    assert np.array_equal(codes, written.tensors[f"{MODULE}.weight"].numpy())

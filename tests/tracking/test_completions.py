@@ -44,3 +44,12 @@ def test_a_resumed_run_removes_the_files_of_steps_to_come(tmp_path: Path) -> Non
         first.rollout(*rollout(step))
     Completions(tmp_path, first_step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.jsonl"]
+
+
+def test_what_somebody_laid_beside_them_is_left_alone(tmp_path: Path) -> None:
+    Completions(tmp_path, first_step=0).rollout(*rollout(1))
+    others = ["step-1 copy.jsonl", "step-.jsonl", "step-1.jsonl.bak", "step-\u0663.jsonl"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    Completions(tmp_path, first_step=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)

@@ -34,6 +34,11 @@ def test_an_evaluation_s_line_shows_every_figure() -> None:
     assert evaluation_line(15, figures) == "held-out after 15 steps  length_mean 12.25  pass@1 0.925  questions 200"
 
 
+def test_a_figure_is_shown_with_its_interval() -> None:
+    figures = {"eval/sums/pass@1": 0.5, "eval/sums/pass@1_high": 0.61234, "eval/sums/pass@1_low": 0.4}
+    assert evaluation_line(2, figures) == "held-out after 2 steps  pass@1 0.5 (0.400 to 0.612)"
+
+
 def test_log_records_become_lines_of_the_console() -> None:
     stream = io.StringIO()
     record = logging.LogRecord("qarl", logging.INFO, "", 0, "saved %s", ("[step-2]",), None)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from qarl.errors import RunError
 from qarl.records import Group, GroupRewards
 from qarl.tracking import Trackers
 
@@ -34,7 +35,7 @@ class Failing(Recorder):
 
 def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     failing, healthy = Failing(), Recorder()
-    trackers = Trackers([failing, healthy])
+    trackers = Trackers(Recorder(), [failing, healthy])
     with caplog.at_level(logging.ERROR, logger="qarl"):
         for step in range(3):
             trackers.step(step, {})
@@ -45,18 +46,27 @@ def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: py
     assert [record.getMessage() for record in caplog.records] == ["Failing failed and is off for the rest of this run"]
 
 
+def test_a_run_whose_record_cannot_be_written_stops() -> None:
+    failing, other = Failing(), Recorder()
+    trackers = Trackers(failing, [other])
+    with pytest.raises(RunError, match="the run's metrics cannot be written: disk full; make room"):
+        trackers.step(0, {})
+    trackers.close()
+    assert (failing.seen, other.seen) == (["step 0", "close"], ["close"])
+
+
 def test_an_interruption_is_not_a_tracker_s_failure() -> None:
     class Interrupting(Recorder):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trackers([Interrupting()]).step(0, {})
+        Trackers(Recorder(), [Interrupting()]).step(0, {})
 
 
 def test_rollouts_and_evaluations_reach_every_tracker() -> None:
     first, second = Recorder(), Recorder()
-    trackers = Trackers([first, second])
+    trackers = Trackers(first, [second])
     trackers.rollout(4, [], [])
     trackers.evaluation(5, {})
     assert first.seen == second.seen == ["rollout 4", "evaluation 5"]

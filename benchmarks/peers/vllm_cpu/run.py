@@ -1,4 +1,4 @@
-"""Tokens a second of vLLM's CPU build: full precision, or int8 weights with int8 activations quantized per token (W8A8).
+"""Tokens a second of vLLM's CPU build: full precision, or int8 weights and int8 activations per token (W8A8).
 
 The rest is in fp32 or bfloat16: on a CPU with AMX, vLLM multiplies int8 only where activations are bfloat16.
 """
