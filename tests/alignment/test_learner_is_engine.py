@@ -239,10 +239,10 @@ def test_one_wrong_code_on_the_engines_side_stops_training_before_the_step(small
     tensors = {**snapshot.tensors, name: codes}
     engine = small.engine(dataclasses.replace(snapshot, tensors=tensors, checksum=checksum(tensors), operands=None))
     groups = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, (0,))
-    with pytest.raises(
-        RunError,
-        match=r"of \d+ tokens \d+ differ, by up to 0\.\d+, in completions of \d prompts, the first of them small/\d; .* Nothing was trained on them",
-    ):
+    said = (
+        r"of \d+ tokens \d+ differ, by up to 0\.\d+, in completions of \d prompts, .* small/\d; .* Nothing was trained"
+    )
+    with pytest.raises(RunError, match=said):
         learner.update(groups, small.advantages(groups))
     assert learner.version == 0
     assert learner.publish() is snapshot
