@@ -137,6 +137,25 @@ def align(
         raise RunError(reason)
 
 
+@app.command
+def export(
+    source: Annotated[str, Parameter(help="A run folder (its newest checkpoint), a checkpoint, or a model.")],
+    /,
+    *,
+    form: Annotated[
+        Literal["compressed-tensors", "hf"],
+        Parameter(name="--format", help="Quantized as served, for vLLM and others; or the full-precision masters."),
+    ],
+    out: Annotated[Path, Parameter(help="A folder that does not exist yet.")],
+    scheme: Annotated[str | None, Parameter(help="How to quantize a model; a run has its own scheme.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write weights as a model folder that others read."""
+    from qarl.export import export
+
+    _answer(export(source, form, out, scheme), as_json)
+
+
 @bench.command(name="rollout")
 def bench_rollout(
     *,

@@ -61,9 +61,10 @@ MAY_IMPORT = {
         "assess": GROUND + " prompts rollout " + RUN,
         "align": GROUND + " " + ROOMS + " " + RUN,
         "bench": GROUND + " " + ROOMS + " " + RUN,
+        "export": GROUND + " models quant sync " + RUN,
         "doctor": GROUND + " ops quant",
         "process": "",
-        "cli": GROUND + " align assess bench doctor process tracking " + RUN,
+        "cli": GROUND + " align assess bench doctor export process tracking " + RUN,
         "__main__": "cli",
     }.items()
 }

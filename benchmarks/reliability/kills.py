@@ -25,7 +25,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.runs import CRASHED, STEPS, newest_step, outcome, run, start, train_command, wait, warm_up
+from benchmarks.reliability.runs import (
+    CRASHED,
+    INTERRUPTED,
+    STEPS,
+    newest_step,
+    outcome,
+    run,
+    start,
+    train_command,
+    wait,
+    warm_up,
+)
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "w8a8-int8, every step": ("--checkpoint.every=1", "--checkpoint.keep_last=2"),
@@ -60,8 +71,6 @@ WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 MOST_KILLS = 6
 """A run is killed at most so many times, then it may end."""
-
-INTERRUPTED = 130
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ SMALL = (
 OF_THE_CLOCK = ("time/", "perf/", "memory/", "cpu/")
 """Metrics that no two runs have in common."""
 
+INTERRUPTED = 130
 CRASHED = 99
 """Exit code of a child that let an exception escape, which the command line never does."""
 
@@ -58,7 +60,11 @@ def start(command: Sequence[str], said: Path, prepare: Callable[[], None] = lamb
         from qarl.cli import run_command
 
         prepare()
+        # A shell has its background jobs ignore it, and they have their children.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run_command(command)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:

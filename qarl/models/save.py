@@ -43,14 +43,30 @@ def save_folder(
     """
     shapes = parameter_shapes(config)
     check_names(tensors, shapes, str(path))
+    in_order = {name: tensors[name] for name in shapes}
+    write_folder(path, config, in_order, tokenizer, stop_token_ids, dtype, shard_bytes=shard_bytes)
+
+
+def write_folder(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_token_ids: Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    also_in_config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """`save_folder` of any tensors, as they are where `dtype` is None, and with more keys in config.json."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigurationError(f"{path}: exists and is not an empty folder; choose another or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial-{os.getpid()}")
     aside.mkdir()
     try:
-        _write_configs(aside, config, tokenizer, stop_token_ids, dtype)
-        _write_weights(aside, {name: tensors[name] for name in shapes}, dtype, shard_bytes)
+        _write_configs(aside, config, tokenizer, stop_token_ids, dtype or torch.float32, also_in_config or {})
+        _write_weights(aside, tensors, dtype, shard_bytes)
         if tokenizer is not None:
             _write_tokenizer(aside, tokenizer)
         # Replaces an empty folder; fails on any other.
@@ -66,6 +82,7 @@ def _write_configs(
     tokenizer: PreTrainedTokenizerBase | None,
     stop_token_ids: Collection[int],
     dtype: torch.dtype,
+    also: Mapping[str, Any],
 ) -> None:
     stops = list(stop_token_ids)
     if tokenizer is not None and not stops and tokenizer.eos_token_id is not None:
@@ -75,26 +92,32 @@ def _write_configs(
         "eos_token_id": (stops[0] if len(stops) == 1 else stops) or None,
         "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
     }
-    _write_json(folder / "config.json", config.to_hf() | special | {"dtype": str(dtype).removeprefix("torch.")})
+    content = {**config.to_hf(), **special, "dtype": str(dtype).removeprefix("torch."), **also}
+    _write_json(folder / "config.json", content)
     if stops:
         _write_json(folder / "generation_config.json", special)
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> None:
-    shards = _split(tensors, dtype.itemsize, shard_bytes)
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
+    sizes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
+    shards = _split(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        rounded = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        rounded = {name: tensors[name].detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode
         try:
             save_file(rounded, folder / file, metadata={"format": "pt"})
+            # The library leaves the file readable by its owner alone, whatever the umask says.
+            (folder / file).chmod(mode)
         except SafetensorError as error:
             # The library wraps what the operating system said; callers have one plan for a full disk.
             raise OSError(None, str(error), str(folder / file)) from error
     if len(shards) > 1:
-        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / INDEX_FILE, index)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -107,12 +130,11 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         raise OSError(None, str(error), str(folder)) from error
 
 
-def _split(tensors: Mapping[str, Tensor], itemsize: int, shard_bytes: int) -> list[list[str]]:
+def _split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
     """Names in their order, cut before a shard would grow past the limit."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * itemsize
+    for name, size in sizes.items():
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0

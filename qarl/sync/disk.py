@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qarl.errors import RunError
-from qarl.quant import SCHEMES, pack_int4, unpack_int4
+from qarl.quant import unpack_int4
 from qarl.records import Snapshot
 from qarl.sync.checksum import combine, digests
+from qarl.sync.compressed_tensors import packed_modules, stored
 
 TENSORS = "tensors.safetensors"
 DESCRIPTION = "snapshot.json"
@@ -57,7 +57,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir()
-    save_file(_unshared(_to_stored(snapshot.tensors, snapshot.schemes)), aside / TENSORS)
+    save_file(_unshared(stored(snapshot.tensors, snapshot.schemes)), aside / TENSORS)
     (aside / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
     for path in (aside / TENSORS, aside / DESCRIPTION, aside):
         _sync(path)
@@ -78,10 +78,10 @@ def read_snapshot(folder: Path) -> Snapshot:
         raise RunError(f"{folder}: no complete snapshot here (no file {MARKER}); it was never written or not finished")
     description = _read_description(folder / DESCRIPTION)
     try:
-        stored = load_file(folder / TENSORS)
+        found = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{folder / TENSORS}: cannot be read: {error}") from error
-    tensors = _from_stored(stored, description["schemes"], folder / TENSORS)
+    tensors = _from_stored(found, description["schemes"], folder / TENSORS)
     _check_digests(digests(tensors), description, folder)
     return Snapshot(description["version"], tensors, description["schemes"], description["checksum"])
 
@@ -109,28 +109,15 @@ def _check_digests(found: Mapping[str, str], description: _Description, folder: 
         raise RunError(f"{folder / DESCRIPTION}: its checksum does not belong to its digests; write the snapshot again")
 
 
-def _to_stored(tensors: Mapping[str, Tensor], schemes: Mapping[str, str]) -> dict[str, Tensor]:
-    stored = dict(tensors)
-    for module in _packed_modules(schemes):
-        codes = stored.pop(f"{module}.weight")
-        stored[f"{module}.weight_packed"] = pack_int4(codes)
-        stored[f"{module}.weight_shape"] = torch.tensor(codes.shape, dtype=torch.int64)
-    return stored
-
-
-def _from_stored(stored: Mapping[str, Tensor], schemes: Mapping[str, str], path: Path) -> dict[str, Tensor]:
-    tensors = dict(stored)
-    for module in _packed_modules(schemes):
+def _from_stored(found: Mapping[str, Tensor], schemes: Mapping[str, str], path: Path) -> dict[str, Tensor]:
+    tensors = dict(found)
+    for module in packed_modules(schemes):
         for part in ("weight_packed", "weight_shape"):
             if f"{module}.{part}" not in tensors:
                 raise RunError(f"{path}: tensor {module}.{part} is missing; write the snapshot again")
         columns = int(tensors.pop(f"{module}.weight_shape")[1])
         tensors[f"{module}.weight"] = unpack_int4(tensors.pop(f"{module}.weight_packed"), columns)
     return tensors
-
-
-def _packed_modules(schemes: Mapping[str, str]) -> list[str]:
-    return [module for module, scheme in schemes.items() if SCHEMES[scheme].packed]
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
