@@ -18,3 +18,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a message, "; did you mean 'lr'?", for the nearest known words; nothing where none is near."""
     near = get_close_matches(word, list(known))
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def printable(line: str) -> str:
+    """Line ends and the like, which a user's keys may hold, as Python writes them: a problem has one line."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from qarl.config import Config
+from qarl.errors import printable
 
 ABSENT_ON_PURPOSE = dict.fromkeys(
     ("top_p", "top_k", "min_p"),
@@ -42,7 +43,7 @@ def problems(error: ValidationError, root: type[Config], source_of: Callable[[st
         shown = f"{place.key} = {_brief(details['input'])}" if _shows_value(details) else place.key
         # A value that may be of several kinds breaks one rule of each.
         rules.setdefault(": ".join(filter(None, (where, shown))), []).append(_rule(details, place))
-    return [": ".join(filter(None, (place, " or ".join(broken)))) for place, broken in rules.items()]
+    return [printable(": ".join(filter(None, (place, " or ".join(broken))))) for place, broken in rules.items()]
 
 
 def locate(location: Sequence[int | str], root: type[Config]) -> Place:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qarl.advantages import AdvantageConfig, GroupStd
 from qarl.config import Config
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, printable
 from qarl.explain import Place, did_you_mean, is_choice, locate, problems
 from qarl.health import Health
 from qarl.learner.config import LearnerConfig
@@ -120,7 +120,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, digits or brackets without end
         raise ConfigurationError(f"{path}: is not valid TOML: {error}") from error
     return parse_recipe(table, str(path), parse_overrides(overrides))
 
@@ -139,6 +139,10 @@ def parse_recipe(table: dict[str, Any], source: str, overrides: Sequence[Overrid
         return Recipe.model_validate(apply_overrides(table, overrides))
     except ValidationError as error:
         raise ConfigurationError("\n".join(problems(error, Recipe, source_of))) from None
+    except RecursionError:
+        raise ConfigurationError(
+            f"{source_of('')}: tables lie too deep in one another; no key of a recipe does"
+        ) from None
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -149,14 +153,17 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         argument = waiting.pop(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not key:
-            raise ConfigurationError(f"{argument}: is no option; override a recipe's key as --key.sub=value")
+            raise ConfigurationError(f"{printable(argument)}: is no option; override a recipe's key as --key.sub=value")
+        shown = printable(key)
+        parts = re.findall(r'"[^"]*"|[^."]+', key)
+        if ".".join(parts) != key:
+            raise ConfigurationError(f"--{shown}: is no key; parts are joined by single dots, and quoted in pairs")
         if not equals:
             if not waiting or waiting[0].startswith("--"):
                 raise ConfigurationError(
-                    f"--{key}: has no value; write --{key}=value (`--help` lists the options that take none)"
+                    f"--{shown}: has no value; write --{shown}=value (`--help` lists the options that take none)"
                 )
             text = waiting.pop(0)
-        parts = re.findall(r'"[^"]*"|[^."]+', key)
         overrides.append(Override(tuple(part.strip('"') for part in parts), _toml_value(text)))
     return overrides
 
@@ -284,7 +291,7 @@ def _default_choice(path: Sequence[str]) -> dict[str, Any]:
 def _toml_value(text: str) -> Any:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, digits or brackets without end
         return text
     # Dates are TOML too, but no key of ours is one: `2024-01-01` names a file or a model.
     return value if isinstance(value, (str, int, float, bool, list, dict)) else text

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -412,11 +412,23 @@ def _changes(recipe: Recipe, folder: RunFolder) -> tuple[str, ...]:
     return tuple(changed)
 
 
+class _LogFile(logging.FileHandler):
+    """`run.log`. What a full disk refuses of it is lost there alone: the console has the same lines."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _logging(path: Path, console: Console) -> Iterator[None]:
     """The run's own log goes to `run.log` with times and to the console without, for as long as the run lasts."""
     with _refusing_disk(RunFolder(path.parent)):
-        to_file = logging.FileHandler(path, encoding="utf-8")
+        to_file = _LogFile(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handlers = (to_file, LogLines(console))
     level = log.level

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qarl.errors import ConfigurationError, suggestion
+from qarl.errors import ConfigurationError, printable, suggestion
 from qarl.prompts.chat import Renderer
 from qarl.prompts.rows import Row, find_columns
 from qarl.prompts.source import FinitePrompts, SourceConfig, SplitSource
@@ -126,7 +126,8 @@ def _read_csv(path: Path) -> NumberedRows:
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
-            raise ConfigurationError(f"{path}, line 1: a column name occurs twice in {', '.join(header)}; rename one")
+            names = printable(", ".join(header))
+            raise ConfigurationError(f"{path}, line 1: a column name occurs twice in {names}; rename one")
         for cells in reader:
             if cells and len(cells) != len(header):
                 raise ConfigurationError(

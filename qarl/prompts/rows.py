@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from qarl.errors import ConfigurationError, suggestion
+from qarl.errors import ConfigurationError, printable, suggestion
 
 PROMPT_COLUMNS = ("prompt", "question")
 """Where a prompt is looked for when no column is named: TRL's and verl's name, then that of verifiers."""
@@ -104,7 +104,7 @@ def _required(columns: Mapping[str, Any], name: str, where: str, key: str) -> An
         problem = "is empty" if name in columns else "is missing"
         filled = [other for other, content in columns.items() if content not in (None, "")]
         raise ConfigurationError(
-            f"{where}: column `{name}` {problem}; the row has {', '.join(filled) or 'no columns'}. "
+            f"{where}: column `{name}` {problem}; the row has {printable(', '.join(filled)) or 'no columns'}. "
             f"Fill the column in, or name another with {key}{suggestion(name, filled)}"
         )
     return value

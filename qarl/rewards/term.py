@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qarl.config import Config
-from qarl.errors import ConfigurationError, RunError
+from qarl.errors import ConfigurationError, RunError, printable
 from qarl.records import Completion, ErrorKind, Group, Prompt
 
 LARGEST = torch.finfo(torch.float32).max
@@ -142,8 +142,9 @@ def column(prompt: Prompt, name: str, term: str) -> Any:
     row: Mapping[str, Any] = prompt.row
     if row.get(name) is None:
         problem = "is empty in" if name in row else "is missing from"
+        names = printable(", ".join(row)) or "no columns"
         raise ConfigurationError(
             f"reward {term}: column `{name}` {problem} the row of prompt {prompt.id}, which has "
-            f"{', '.join(row) or 'no columns'}; fill it in, or (for files) name it with prompts.answer_column"
+            f"{names}; fill it in, or (for files) name it with prompts.answer_column"
         )
     return row[name]

@@ -49,7 +49,12 @@ class Trackers:
         for tracker in tuple(self._trackers):
             try:
                 act(tracker)
-            except Exception:  # Whatever a tracker does wrong (full disk, lost network), the run must go on.
+            except Exception as error:  # Whatever a tracker does wrong (full disk, lost network), the run must go on.
                 self.failures += 1
                 self._trackers.remove(tracker)
-                log.exception("%s failed and is off for the rest of this run", type(tracker).__name__)
+                # What the disk says needs no trace of where it was said.
+                trace = None if isinstance(error, OSError) else error
+                said = f": {error}" if trace is None else ""
+                log.error(
+                    "%s failed and is off for the rest of this run%s", type(tracker).__name__, said, exc_info=trace
+                )

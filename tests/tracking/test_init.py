@@ -43,7 +43,9 @@ def test_a_failing_tracker_is_logged_once_counted_and_not_asked_again(caplog: py
     assert failing.seen == ["step 0"]
     assert healthy.seen == ["step 0", "step 1", "step 2", "close"]
     assert trackers.failures == 1
-    assert [record.getMessage() for record in caplog.records] == ["Failing failed and is off for the rest of this run"]
+    (record,) = caplog.records
+    assert record.getMessage() == "Failing failed and is off for the rest of this run: disk full"
+    assert record.exc_info is None, "what the disk says needs no trace"
 
 
 def test_a_run_whose_record_cannot_be_written_stops() -> None:
