@@ -51,7 +51,10 @@ def page() -> str:
 
 
 def _sections(key: str, field: FieldInfo) -> Iterator[str]:
-    """One table of the recipe: its choices if it is one, then the tables inside it."""
+    """One table of the recipe: its choices if it is one, then the tables inside it.
+
+    The defaults of a plain table's keys are those of the table's own default.
+    """
     listed = get_origin(field.annotation) is tuple
     heading = f"[[{key}]]" if listed else f"[{key}]"
     yield f"## `{heading}`\n"
@@ -63,7 +66,9 @@ def _sections(key: str, field: FieldInfo) -> Iterator[str]:
             mark = " (default)" if tag_of(choice) == default else ""
             yield f'### `{key}.type = "{tag_of(choice)}"`{mark}\n'
         yield f"{_summary(choice)}\n"
-        yield _table(choice, [name for name in choice.model_fields if name != "type" or not _is_tagged(choice)])
+        names = [name for name in choice.model_fields if name != "type" or not _is_tagged(choice)]
+        whole = field.get_default(call_default_factory=True)
+        yield _table(choice, names, whole if type(whole) is choice and not _is_tagged(choice) else None)
     nested = {
         name: inner for choice in choices for name, inner in choice.model_fields.items() if members(inner.annotation)
     }
@@ -71,17 +76,19 @@ def _sections(key: str, field: FieldInfo) -> Iterator[str]:
         yield from _sections(f"{key}.{name}", inner)
 
 
-def _table(owner: type[Config], names: list[str]) -> str:
-    """Key, type, default and meaning of a class's fields."""
-    rows = [_row(name, owner.model_fields[name]) for name in names]
+def _table(owner: type[Config], names: list[str], whole: Config | None = None) -> str:
+    """Key, type, default and meaning of a class's fields; defaults as `whole` has them, if given."""
+    rows = [_row(name, owner.model_fields[name], whole) for name in names]
     if not rows:
         return "No settings.\n"
     return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(name: str, field: FieldInfo, whole: Config | None) -> str:
     meaning = (field.description or "").replace("|", "\\|")
-    return f"| `{name}` | {_kind(field.annotation)} | {_default(field)} | {meaning} |"
+    is_plain = whole is not None and not isinstance(getattr(whole, name), BaseModel | None)
+    default = f"`{_toml(getattr(whole, name))}`" if is_plain else _default(field)
+    return f"| `{name}` | {_kind(field.annotation)} | {default} | {meaning} |"
 
 
 def _kind(kind: Any) -> str:

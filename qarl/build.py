@@ -57,7 +57,8 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
-    first = source.take(0, recipe.prompts_per_step)[0]
+    # All that a step may ask, so that too few rows are found now.
+    first = source.take(0, recipe.prompts_per_step * recipe.sampling.max_rounds)[0]
     scorer.check(*source.known())
     engine.check_fit([first], sampling)
     return System(

@@ -203,6 +203,12 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def last_saved(folder: Path) -> int:
+    """The number of the last save of the run whose checkpoints these are; 0 where there is none that can be read."""
+    records = (_record_or_reason(candidate)[0] for candidate in _step_folders(folder))
+    return max((record.serial for record in records if record is not None), default=0)
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Whether checkpoints were saved here, be they whole or damaged by now."""
     return bool(_step_folders(folder))

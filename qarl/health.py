@@ -103,7 +103,7 @@ class Watch:
         self._rules = {name: health.rule(name) for name in SIGNS if health.rule(name).action != "off"}
         self._steps = dict.fromkeys(self._rules, 0)
 
-    def look(self, metrics: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    def look(self, metrics: Mapping[str, float | None]) -> tuple[list[str], list[str]]:
         """Warnings, and reasons to stop, after one more step with these metrics; an absent reading shows nothing."""
         due: dict[str, list[str]] = {"warn": [], "stop": []}
         for name, rule in self._rules.items():
@@ -111,9 +111,10 @@ class Watch:
             reading = metrics.get(sign.metric)
             shows = reading is not None and sign.shows(reading, rule.limit)
             self._steps[name] = self._steps[name] + 1 if shows else 0
-            if self._steps[name] == rule.steps:
+            # A warning is said once; a run that was stopped and goes on stops again until its limits are others.
+            if self._steps[name] == rule.steps or (rule.action == "stop" and self._steps[name] > rule.steps):
                 due[rule.action].append(
-                    f"{sign.meaning}: {sign.metric} = {reading:.4g} for {rule.steps} steps in a row "
+                    f"{sign.meaning}: {sign.metric} = {reading:.4g} for {self._steps[name]} steps in a row "
                     f"(health.{name}.limit = {rule.limit:g})"
                 )
         return due["warn"], due["stop"]

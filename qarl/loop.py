@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qarl.interrupts import Interrupts
-from qarl.metrics import Last, Metrics, values
+from qarl.metrics import Last, Metrics, merge, values
 from qarl.readings import completion_metrics, is_unequal, num_tokens, prompt_metrics, reward_metrics
 from qarl.records import Group, GroupRewards, Sampling
 from qarl.roles import Advantage, Engine, Learner, Observer, PromptSource, Reward
@@ -47,20 +47,27 @@ class Batch:
 
     groups: list[Group] = field(default_factory=list)
     rewards: list[GroupRewards] = field(default_factory=list)
+    of_engine: Metrics = field(default_factory=dict)
     rounds: int = 0
     skipped: int = 0
 
-    def add(self, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
+    def add(self, groups: Sequence[Group], rewards: Sequence[GroupRewards], of_engine: Metrics) -> None:
         self.groups += groups
         self.rewards += rewards
+        self.of_engine = merge([self.of_engine, of_engine])
         self.rounds += 1
 
+    def told(self, chosen: Sequence[int]) -> list[GroupRewards]:
+        """The rewards, with a note of which groups are trained on."""
+        return [replace(one, is_trained=index in set(chosen)) for index, one in enumerate(self.rewards)]
+
     def trained(self, count: int) -> list[int]:
-        """Indices of the first `count` groups that can teach, in order; where there are too few, of others too, which
-        leave the gradient as it is: an update has the same number of prompts in every step.
+        """Indices of the first `count` groups that can teach, in order; where there are too few, of others too, so that
+        an update has the same number of prompts in every step. Without KL and entropy terms these change no gradient.
         """
         able = [index for index, rewards in enumerate(self.rewards) if is_unequal(rewards)][:count]
         others = [index for index in range(len(self.groups)) if index not in set(able)]
+        others.sort(key=lambda index: bool(self.rewards[index].total.isnan().all()))  # those without any reward last
         return sorted(able + others[: count - len(able)])
 
 
@@ -80,14 +87,14 @@ def train(
             measured = observer.before_step(step)
             clock = Stopwatch()
             batch = collect(cast, plan, step, clock)
-        observer.after_rollout(step, batch.groups, batch.rewards)
         chosen = batch.trained(plan.prompts_per_step)
+        observer.after_rollout(step, batch.groups, batch.told(chosen))
         advantages = cast.advantage([batch.rewards[index].total for index in chosen])
         with clock.lap("learner"):
             learned = cast.learner.update([batch.groups[index] for index in chosen], advantages)
         with clock.lap("publish"):
             cast.engine.load(cast.learner.publish())
-        readings = measured | _rollout_metrics(batch, clock) | cast.engine.metrics() | learned
+        readings = measured | _rollout_metrics(batch, clock) | batch.of_engine | learned
         observer.after_step(step, values(readings | clock.metrics()))
 
 
@@ -103,7 +110,7 @@ def collect(cast: Cast, plan: Plan, step: int, clock: Stopwatch) -> Batch:
             seed = (plan.seed, step, index) if index else (plan.seed, step)
             groups = cast.engine.generate(prompts, plan.group_size, plan.sampling, seed=seed)
         with clock.lap("reward"):
-            batch.add(groups, cast.reward(groups))
+            batch.add(groups, cast.reward(groups), cast.engine.metrics())
         batch.skipped += cast.prompts.skipped - skipped_before
         if sum(map(is_unequal, batch.rewards)) >= plan.prompts_per_step:
             break

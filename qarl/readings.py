@@ -35,7 +35,9 @@ def reward_metrics(rewards: Sequence[GroupRewards]) -> Metrics:
     metrics: Metrics = {
         "reward/mean": Mean(sum(float(total.sum()) for total in totals), sum(len(total) for total in totals)),
         "reward/std": Mean(sum(float(total.std(correction=0)) for total in scored), len(scored)),
-        "reward/zero_std_groups": Mean(sum(bool((total == total[0]).all()) for total in scored), len(scored)),
+        "reward/zero_std_groups": Mean(
+            sum(not is_unequal(group) for group in rewards if len(_finite(group.total))), len(scored)
+        ),
         "reward/errors": Sum(sum(_num_failed(group) for group in rewards)),
     }
     kinds = [error.kind for group in rewards for error in group.errors]

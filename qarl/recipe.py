@@ -208,6 +208,11 @@ def _differences(before: Any, after: Any, key: str) -> list[str]:
 
 
 def _group_complaints(recipe: Recipe) -> list[str]:
+    if recipe.sampling.max_rounds > 1 and not recipe.advantage.needs_group:
+        return [
+            f"sampling.max_rounds = {recipe.sampling.max_rounds} with advantage.type = '{recipe.advantage.type}': "
+            "groups of equal rewards teach too, so that there is nothing to sample again for; set it to 1"
+        ]
     if recipe.group_size > 1 or not recipe.advantage.needs_group:
         return []
     return [

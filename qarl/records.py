@@ -89,13 +89,14 @@ class GroupRewards:
 
     NaN marks a completion without a reward; it is left out of training and never counts as zero. It is one of
     `num_aborted`, which were not scored, or there are `errors` that say why. In `terms`, NaN also marks a completion
-    that a term does not apply to.
+    that a term does not apply to. `is_trained`: the group was chosen for the update.
     """
 
     total: Tensor
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     errors: tuple[RewardError, ...] = ()
     num_aborted: int = 0
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

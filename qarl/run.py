@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from qarl import loop
 from qarl.build import System
-from qarl.checkpoint import Checkpoint, CheckpointStore, has_checkpoints, write_atomically
+from qarl.checkpoint import Checkpoint, CheckpointStore, has_checkpoints, last_saved, write_atomically
 from qarl.errors import ConfigurationError, RunError
 from qarl.evaluate import evaluate
 from qarl.health import Watch
@@ -27,6 +27,7 @@ from qarl.metrics import Metrics, values
 from qarl.readings import error_lines, refuse_errors
 from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
 from qarl.records import Group, GroupRewards
+from qarl.roles import PromptSource
 from qarl.runfolder import RunFolder, checkpoint_at, run_at
 from qarl.tracking import Trackers
 from qarl.tracking.completions import Completions
@@ -62,11 +63,15 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run lives, the checkpoint it goes on from, if there is one, and keys that were other when it began."""
+    """Where a run lives, the checkpoint it goes on from, if there is one, and keys that were other when it began.
+
+    `seen` is what was found in the folder when this was decided.
+    """
 
     folder: RunFolder
     checkpoint: Checkpoint | None
     changed: tuple[str, ...] = ()
+    seen: tuple[bool, int] = (False, 0)
 
     @property
     def step(self) -> int:
@@ -85,12 +90,12 @@ def open_run(recipe: Recipe, name: str, run_dir: Path | None, resume: str) -> St
         run_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = RunFolder(run_dir.absolute())  # wherever a reward function may change to
     if not folder.recipe.exists():
-        return Start(folder, None)
+        return Start(folder, None, seen=_seen(folder))
     if resume == "never":
         raise ConfigurationError(f"{run_dir}: already holds a run; choose another --run-dir, or --resume auto to go on")
     if not has_checkpoints(folder.checkpoints):
-        _check_nothing_is_lost(folder, recipe)
-        return Start(folder, None, _changes(recipe, folder))
+        _check_nothing_is_lost(folder)
+        return Start(folder, None, _changes(recipe, folder), _seen(folder))
     return _start(recipe, folder, checkpoint_at(folder.path))
 
 
@@ -102,16 +107,18 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
     started = time.perf_counter()
     folder = start.folder
     with folder.lock(), _logging(folder.log, console), Interrupts(log.warning) as interrupts:
+        if _seen(folder) != start.seen:
+            raise ConfigurationError(f"{folder.path}: another process has run there meanwhile; give the command again")
         _tell(system, start)
+        _restore(recipe, system, start.checkpoint)  # before anything is written: it may refuse
         with _refusing_disk(folder):
             write_atomically(folder.recipe, to_toml(recipe))
             store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
             if start.checkpoint is not None:
                 store.go_on_from(start.checkpoint)
             trackers = _trackers(folder, start.step, console)
-        run = _Run(recipe, system, store, trackers, start.step)
+        run = _Run(recipe, system, store, trackers, start)
         try:
-            run.restore(start.checkpoint)
             loop.train(system.cast, system.plan, run.done, run, interrupts)
             run.finish(interrupts)
         except Interrupted:
@@ -147,6 +154,33 @@ def _tell(system: System, start: Start) -> None:
         log.warning("%s", warning)
     if start.changed:
         log.warning("goes on with other values of %s", ", ".join(start.changed))
+
+
+def _restore(recipe: Recipe, system: System, checkpoint: Checkpoint | None) -> None:
+    """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights.
+
+    RunError where the run would not be the same any more.
+    """
+    learner = system.cast.learner
+    if checkpoint is not None:
+        if checkpoint.metadata["prompts"] != _last_prompts(recipe, system.cast.prompts, checkpoint.step):
+            raise RunError(
+                f"{checkpoint.folder}: the prompts of step {checkpoint.step} are no longer those that were trained on: "
+                "the data, its generator, the chat template, the tokenizer, or (where prompts are left out as too "
+                "long) prompts.on_long or prompts.max_prompt_tokens changed; put it back, or start a new run from "
+                "this checkpoint's model"
+            )
+        learner.restore(checkpoint.folder)
+        log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
+    system.cast.engine.load(learner.publish())
+
+
+def _last_prompts(recipe: Recipe, source: PromptSource, done: int) -> str:
+    """What identifies the prompts of the last of so many steps."""
+    first_round = (done - 1) * recipe.sampling.max_rounds
+    prompts = source.take(first_round, recipe.prompts_per_step) if done else []
+    asked = [[list(prompt.token_ids), prompt.row] for prompt in prompts]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @contextmanager
@@ -246,27 +280,19 @@ class _Run:
     """Follows the loop: measures, tracks and saves; knows how far the run is and whether that is on disk."""
 
     def __init__(
-        self, recipe: Recipe, system: System, store: CheckpointStore, trackers: Trackers, first_step: int
+        self, recipe: Recipe, system: System, store: CheckpointStore, trackers: Trackers, start: Start
     ) -> None:
-        self.done = first_step
+        self.done = start.step
         self._recipe = recipe
         self._cast = system.cast
         self._questions = system.questions
         self._store = store
         self._trackers = trackers
         self._watch = Watch(recipe.health)
-        self._saved: int | None = None
-        self._optimizer_steps: int | None = None
-
-    def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights."""
-        if checkpoint is not None:
-            self._check_same_prompts(checkpoint)
-            self._cast.learner.restore(checkpoint.folder)
-            self._saved = checkpoint.step
-            log.info("resuming after %d steps from %s", checkpoint.step, checkpoint.folder)
+        for row in read_lines(start.folder.path / METRICS_FILE):
+            self._watch.look(row)  # signs go on over a stop
+        self._saved = start.checkpoint.step if start.checkpoint is not None else None
         self._optimizer_steps = self._cast.learner.optimizer_steps
-        self._cast.engine.load(self._cast.learner.publish())
 
     def before_step(self, step: int) -> Metrics:
         every = self._recipe.eval.every if self._recipe.eval is not None else 0
@@ -303,36 +329,21 @@ class _Run:
             metadata: dict[str, JsonValue] = {
                 "format": FORMAT,
                 "version": learner.version,
-                "prompts": self._last_prompts(self.done),
+                "prompts": _last_prompts(self._recipe, self._cast.prompts, self.done),
             }
             checkpoint = self._store.save(self.done, learner.save, metadata)
             self._saved = self.done
             log.info("saved %s", checkpoint.folder)
 
-    def _check_same_prompts(self, checkpoint: Checkpoint) -> None:
-        """RunError unless the last step before the checkpoint would be asked the same again, to the token."""
-        if checkpoint.metadata["prompts"] != self._last_prompts(checkpoint.step):
-            raise RunError(
-                f"{checkpoint.folder}: the prompts of step {checkpoint.step} are no longer those that were trained on: "
-                "the data, its generator, the chat template or the tokenizer changed; put it back, or start a new run "
-                "from this checkpoint's model"
-            )
-
-    def _last_prompts(self, done: int) -> str:
-        """What identifies the prompts of the last of so many steps."""
-        first_round = (done - 1) * self._recipe.sampling.max_rounds
-        prompts = self._cast.prompts.take(first_round, self._recipe.prompts_per_step) if done else []
-        asked = [[list(prompt.token_ids), prompt.row] for prompt in prompts]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
-
     def keep(self) -> str:
         """After a failure: save the last finished step, unless the next one has begun to change the weights; says what
         there is to go on from."""
-        if self._cast.learner.optimizer_steps == self._optimizer_steps:
+        learner = self._cast.learner
+        if (learner.optimizer_steps, learner.version) == (self._optimizer_steps, self.done):
             try:
                 self.save()
-            except RunError as error:
-                log.error("%s", error)
+            except Exception as error:  # the failure before is what is to be told
+                log.error("the last finished step could not be saved: %s", error)
         kept = self._store.newest()
         return f"{kept.folder} is the last checkpoint" if kept is not None else "no checkpoint was saved yet"
 
@@ -386,13 +397,18 @@ def _start(recipe: Recipe, folder: RunFolder, checkpoint: Checkpoint) -> Start:
             f"steps = {recipe.steps}: {checkpoint.folder} is already past them; raise steps, or take an earlier "
             "checkpoint"
         )
-    return Start(folder, checkpoint, _changes(recipe, folder))
+    return Start(folder, checkpoint, _changes(recipe, folder), _seen(folder))
 
 
-def _check_nothing_is_lost(folder: RunFolder, recipe: Recipe) -> None:
+def _seen(folder: RunFolder) -> tuple[bool, int]:
+    """Whether a run has begun here, and how often it has saved."""
+    return folder.recipe.exists(), last_saved(folder.checkpoints)
+
+
+def _check_nothing_is_lost(folder: RunFolder) -> None:
     """A run without checkpoints starts again, unless it must have had some."""
     steps = len(read_lines(folder.path / METRICS_FILE))
-    if steps > recipe.checkpoint.every:  # killed in its first save, it has as many
+    if steps > load_recipe(folder.recipe).checkpoint.every:  # killed in its first save, it has as many
         raise ConfigurationError(
             f"{folder.checkpoints}: the checkpoints of {steps} finished steps are gone; put them back, or choose "
             "another --run-dir to start again"

@@ -15,7 +15,13 @@ def test_a_sign_counts_once_it_has_shown_for_so_many_steps_in_a_row() -> None:
     watch = Watch(Health(repetition=Rule(limit=0.5, steps=2, action="stop")))
     readings = [0.5, 0.49, 0.6, 0.5, 0.9, 0.1, 0.7, 0.8]
     stops = [bool(watch.look({"completion/repetition": reading})[1]) for reading in readings]
-    assert stops == [False, False, False, True, False, False, False, True]
+    assert stops == [False, False, False, True, True, False, False, True]
+
+
+def test_a_warning_is_said_once_for_each_time_that_it_holds() -> None:
+    watch = Watch(Health(repetition=Rule(limit=0.5, steps=1, action="warn")))
+    readings = [0.5, 0.6, 0.1, 0.7]
+    assert [len(watch.look({"completion/repetition": one})[0]) for one in readings] == [1, 0, 0, 1]
 
 
 def test_what_is_low_counts_to_its_limit_and_what_is_no_number_never() -> None:

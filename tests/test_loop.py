@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qarl.interrupts import Interrupted, Interrupts
-from qarl.loop import Cast, Plan, Stopwatch, train
+from qarl.loop import Batch, Cast, Plan, Stopwatch, train
 from qarl.metrics import Last, Mean, Metrics
 from qarl.records import Advantages, Completion, Group, GroupRewards, Prompt, Sampling, Snapshot
 
@@ -275,3 +275,21 @@ def test_a_stopwatch_s_step_covers_its_parts() -> None:
         sum(range(1000))
     metrics = clock.metrics()
     assert 0.0 < metrics["time/rollout"].value() <= metrics["time/step"].value()
+
+
+def test_groups_without_any_reward_fill_a_batch_last() -> None:
+    batch = Batch()
+    none, some = [math.nan, math.nan], [1.0, 1.0]
+    rewards = [GroupRewards(torch.tensor(row)) for row in (none, some, [0.0, 1.0], some)]
+    prompts = [Group(Prompt(f"{index}", (1,), "", {}), ()) for index in range(4)]
+    batch.add(prompts, rewards, {})
+    assert batch.trained(2) == [1, 2]
+    assert batch.trained(4) == [0, 1, 2, 3]
+    assert [one.is_trained for one in batch.told([1, 2])] == [False, True, True, False]
+
+
+def test_what_the_engine_measures_is_that_of_all_rounds() -> None:
+    batch = Batch()
+    batch.add([], [], {"perf/bubble": Mean(1.0, 10.0)})
+    batch.add([], [], {"perf/bubble": Mean(4.0, 10.0)})
+    assert batch.of_engine["perf/bubble"].value() == 0.25

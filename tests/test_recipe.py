@@ -205,3 +205,9 @@ def test_changed_keys_are_named_in_full(small: Path) -> None:
 def test_every_key_is_described() -> None:
     undescribed = [name for name, field in Recipe.model_fields.items() if not field.description]
     assert undescribed == []
+
+
+def test_sampling_again_is_refused_where_equal_groups_teach(small: Path) -> None:
+    said = refusal(small, "--sampling.max_rounds=3", "--advantage.type=none")
+    assert "sampling.max_rounds = 3 with advantage.type = 'none': groups of equal rewards teach too" in said
+    assert "set it to 1" in said

@@ -1,5 +1,6 @@
 """Whole runs of the tiny model: what they leave behind, how they stop, and that they go on exactly."""
 
+import dataclasses
 import io
 import json
 import math
@@ -9,12 +10,13 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from qarl.build import System, build
-from qarl.checkpoint import newest_checkpoint
+from qarl.checkpoint import Checkpoint, newest_checkpoint
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.loop import Cast
@@ -292,7 +294,7 @@ def test_a_failure_while_restoring_leaves_the_checkpoint_alone(tmp_path: Path) -
     system = build(recipe)
     failing = SignallingLearner(system, at_version=9)
     failing.restore = refuse_to_restore
-    with pytest.raises(RunError, match=r"another model; .*step-1 is the last checkpoint"):
+    with pytest.raises(RunError, match="another model"):
         run_in(folder, recipe, with_learner(system, failing))
     assert {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*.*")} == before
 
@@ -430,3 +432,94 @@ def test_other_prompts_than_those_trained_on_are_noticed(tmp_path: Path) -> None
     rows.write_text("".join(f'{{"prompt": "{n} + 2?", "answer": "{n + 2}"}}\n' for n in range(8)))
     with pytest.raises(RunError, match="the prompts of step 1 are no longer those that were trained on"):
         run_in(tmp_path / "run", recipe_of("--steps=2", *options))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but its log and lock."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("run.log", "run.lock")
+    }
+
+
+def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keep = ("--checkpoint.every=1", "--checkpoint.keep_last=9")
+    run_in(folder, recipe_of("--steps=4", *keep))
+    before = contents(folder)
+    recipe = recipe_of("--steps=4", *keep, "--health.empty.steps=9")
+    start = open_run(recipe, "test", None, str(folder / "checkpoints" / "step-2"))
+    assert start.checkpoint is not None
+    other = Checkpoint(2, start.checkpoint.folder, {**start.checkpoint.metadata, "prompts": "others"}, None)
+    with pytest.raises(RunError, match="the prompts of step 2 are no longer"):
+        train(recipe, build(recipe), dataclasses.replace(start, checkpoint=other), Console(io.StringIO(), 2, 4))
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_run_that_another_process_went_on_with_meanwhile_is_left_alone(tmp_path: Path, first: int) -> None:
+    folder = tmp_path / "run"
+    if first:
+        run_in(folder, recipe_of("--steps=2"))
+    recipe = recipe_of("--steps=4")
+    decided = open_run(recipe, "test", folder, "auto")
+    run_in(folder, recipe)
+    before = contents(folder)
+    with pytest.raises(ConfigurationError, match="another process has run there meanwhile"):
+        train(recipe, build(recipe), decided, Console(io.StringIO(), 0, 4))
+    assert contents(folder) == before
+
+
+def test_lost_checkpoints_are_missed_by_the_rule_that_they_were_saved_by(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_in(folder, recipe_of("--steps=3", "--checkpoint.every=1"))
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigurationError, match="the checkpoints of 3 finished steps are gone"):
+        open_run(recipe_of("--steps=3", "--checkpoint.every=10"), "any", folder, "auto")
+
+
+def test_signs_of_sickness_go_on_over_a_stop(tmp_path: Path) -> None:
+    rule = ("--health.truncated.limit=0.0", "--health.truncated.steps=3", "--health.truncated.action=stop")
+    run_in(tmp_path / "run", recipe_of("--steps=2", *rule))
+    for step in (3, 4):  # and a run that is started again without other limits is stopped again
+        with pytest.raises(RunError, match=rf"stopped after step {step}: .* for {step} steps in a row"):
+            run_in(tmp_path / "run", recipe_of("--steps=9", *rule))
+    run_in(tmp_path / "run", recipe_of("--steps=6", *rule[:2], "--health.truncated.action=off"))
+
+
+def test_a_state_that_is_not_of_the_last_finished_step_is_not_saved_as_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = recipe_of("--steps=4", "--checkpoint.every=100")
+    system = build(recipe)
+    learner = SignallingLearner(system, at_version=2, failure=Unforeseen("late"))
+    learner._learner = VersionMovesFirst(system.cast.learner)
+    with pytest.raises(Unforeseen):
+        run_in(folder, recipe, with_learner(system, learner))
+    assert newest_checkpoint(folder / "checkpoints") is None
+
+
+class VersionMovesFirst:
+    """As of a batch of which every update was skipped: the version counts it, no weight changed."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner = learner
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return 0
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, value: int) -> None:
+        self._learner.version += 1
+
+
+def test_completions_say_whether_they_were_trained_on(tmp_path: Path) -> None:
+    run_in(tmp_path / "run", recipe_of("--steps=1", "--sampling.max_rounds=3"))
+    lines = (tmp_path / "run" / "completions" / "step-0.jsonl").read_text().splitlines()
+    rounds = read_lines(tmp_path / "run" / "metrics.jsonl")[0]["perf/rollout_rounds"]
+    assert [len(lines), sum(json.loads(line)["trained"] for line in lines)] == [8 * rounds, 8]

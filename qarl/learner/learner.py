@@ -105,6 +105,9 @@ class LocalLearner:
         batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in computed]
         old = self._old_logprobs(batches)
         reports: list[Metrics] = []
+        if not updates:
+            log.warning("version %d: no completion has an advantage; nothing was trained", self.version)
+            reports.append({"optim/grad_norm": Mean(0.0, 1.0)})
         published = self._snapshot
         for index, (shares, micros) in enumerate(zip(updates, batches, strict=True)):
             reports.append(self._optimizer_step(index, shares, micros, old[index]))
@@ -300,14 +303,15 @@ class LocalLearner:
                 "version %d: an update was skipped, its gradient is not finite (learner.lr, learner.max_grad_norm)",
                 self.version,
             )
-        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         self.optimizer.zero_grad()
-        if self.skipped_in_a_row > self.config.max_skipped_updates:
+        skipped = 0 if is_finite else self.skipped_in_a_row + 1
+        if skipped > self.config.max_skipped_updates:
             raise RunError(
-                f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (learner.max_skipped_updates = "
+                f"{skipped} updates in a row had a non-finite gradient (learner.max_skipped_updates = "
                 f"{self.config.max_skipped_updates}); the last batch is in completions/, the last good weights in "
                 "checkpoints/"
             )
+        self.skipped_in_a_row = skipped
         return {
             "optim/grad_norm": Mean(norm if is_finite else 0.0, float(is_finite)),
             "optim/skipped": Sum(float(not is_finite)),

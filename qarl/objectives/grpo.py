@@ -58,8 +58,8 @@ class DrGrpo(TokenClip):
 class Dapo(TokenClip):
     """DAPO (arXiv 2503.14476): clip-higher 0.28 and the mean over all tokens of the batch.
 
-    Its dynamic sampling is not here; its overlong penalty is the reward term `length`. Pair it with the `group_std`
-    advantage.
+    Its dynamic sampling is `sampling.max_rounds`, its overlong penalty the reward term `length`. Pair it with the
+    `group_std` advantage.
     """
 
     type: Literal["dapo"] = "dapo"

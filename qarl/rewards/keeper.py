@@ -281,6 +281,8 @@ def _live(
         _work(term, keeper)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if not isinstance(leaving.code, int | None):
+            print(leaving.code, file=sys.stderr)  # as Python does at a process's end
     except MemoryError:
         code = OUT_OF_MEMORY
     except (EOFError, ConnectionError):

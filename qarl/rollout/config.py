@@ -24,7 +24,8 @@ class SamplingConfig(Config):
         ge=1,
         le=100,
         description="Dynamic sampling: a step asks other prompts, up to this many times, until `prompts_per_step` "
-        "groups have unequal rewards; where they stay too few, others fill the batch and change nothing. 1: none.",
+        "groups have unequal rewards; where they stay too few, others fill the batch. Prompts of rounds that were not "
+        "needed are not asked in that epoch. 1: none.",
     )
 
 

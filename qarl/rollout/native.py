@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
-from qarl.metrics import Last, Metrics
+from qarl.metrics import Mean, Metrics
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.ops.graph import Memory
@@ -93,7 +93,7 @@ class NativeEngine:
     def metrics(self) -> Metrics:
         """`perf/bubble`: the share of the last rollout's slot time that stood idle (papers: SortedRL)."""
         last = self._last_occupancy
-        return {"perf/bubble": Last(1.0 - last.busy_seconds / last.seconds if last.seconds else 0.0)}
+        return {"perf/bubble": Mean(last.seconds - last.busy_seconds, last.seconds or 1.0)}
 
     def generate(
         self,

@@ -52,6 +52,7 @@ def _rows(groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> Iterator[
                 "prompt": group.prompt.text,
                 "completion": completion.text,
                 "reward": _number(scored.total, index),
+                "trained": scored.is_trained,
                 "terms": {name: _number(values, index) for name, values in scored.terms.items()},
                 "finish_reason": completion.finish_reason,
                 "token_ids": completion.token_ids.tolist(),

@@ -286,11 +286,12 @@ def test_a_nan_advantage_is_a_completion_that_was_never_there(small):
     assert_equal(found, gradients(small.learner(**UNCLIPPED), fewer, [advantages[0][::2], advantages[1]]))
 
 
-def test_a_batch_without_any_advantage_is_counted_and_changes_nothing(small):
+def test_a_batch_without_any_advantage_is_counted_told_of_and_changes_nothing(small, caplog):
     learner = small.learner("w8a8-int8")
     groups, before = small.rollout(learner, *LENGTHS), masters(learner)
     found = values(learner.update(groups, [torch.full((3,), math.nan)] * 3))
-    assert found == {"quant/codes_flipped": 0.0}
+    assert found == {"quant/codes_flipped": 0.0, "optim/grad_norm": 0.0}
+    assert "nothing was trained" in caplog.text
     assert learner.version == learner.publish().version == 1
     assert_equal(masters(learner), before)
 
@@ -612,3 +613,13 @@ def test_a_layer_of_zeros_is_trained_like_any_other(small, scheme):
     found = values(learner.update(groups, small.advantages(groups)))
     assert (found["mismatch/bit_equal"], found["optim/skipped"]) == (1.0, 0.0)
     assert all(bool(weight.isfinite().all()) for weight in masters(learner).values())
+
+
+def test_a_stop_for_skipped_updates_leaves_the_count_of_the_step_before(small, monkeypatch):
+    learner = small.learner(max_skipped_updates=1)
+    learner.skipped_in_a_row = 1
+    monkeypatch.setattr("qarl.learner.learner.clip_grad_norm", lambda *_: math.inf)
+    groups = small.rollout(learner, *LENGTHS)
+    with pytest.raises(RunError, match="2 updates in a row"):
+        learner.update(groups, small.advantages(groups))
+    assert (learner.skipped_in_a_row, learner.optimizer_steps) == (1, 0)

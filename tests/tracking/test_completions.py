@@ -28,6 +28,7 @@ def test_a_line_holds_the_text_the_tokens_and_the_rewards(tmp_path: Path) -> Non
         "prompt": "3 + 4?",
         "completion": "sieben ✓",
         "reward": 1.5,
+        "trained": True,
         "terms": {"answer": 1.0},
         "finish_reason": "stop",
         "token_ids": [5, 2],
