@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, validators
 from qarl import __version__
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
-from qarl.process import prepare
+from qarl.process import hash_alike, prepare
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -255,6 +255,7 @@ def doctor(*, as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    hash_alike()
     prepare()
     sys.exit(run_command(sys.argv[1:]))
 

@@ -17,20 +17,16 @@ SAYS_HOW_TO_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "
 
 
 def prepare() -> None:
-    """Hash texts alike in every process, share the cores with others, and keep freed memory.
-
-    The first starts the interpreter again, with the same arguments: call it before anything else is done.
-    """
-    _hash_alike()
+    """Share the cores with others, and keep freed memory."""
     _share_cores()
     _keep_memory()
 
 
-def _hash_alike() -> None:
-    """Start again with PYTHONHASHSEED=0, whatever it is, in case hashes of texts are random here.
+def hash_alike() -> None:
+    """Start the interpreter again with the same arguments and PYTHONHASHSEED=0, where hashes of texts are random.
 
-    Sets of texts are otherwise in another order in every process, and generators of questions that pick from one
-    would ask others when a run is resumed.
+    For a program's first line: what was done before it is done again. Sets of texts are otherwise in another order in
+    every process, and generators of questions that pick from one would ask others when a run is resumed.
     """
     # Once at most: python -E and -I do not read the environment, and -R not this part of it.
     if not sys.flags.hash_randomization or os.environ.get("PYTHONHASHSEED") == "0":

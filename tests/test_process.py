@@ -37,8 +37,8 @@ def run(how: str = "prepared", **environment: str) -> tuple[int, str]:
 
 HASH = """
 import sys
-from qarl.process import prepare
-prepare()
+from qarl.process import hash_alike
+hash_alike()
 print(hash("order"), sys.argv[1:], sys.stdin.read(), sys.flags.hash_randomization)
 """
 

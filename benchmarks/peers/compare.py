@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.compare qarl=PYTHON vllm=PYTHON openvino=PYTHON --output rollout.jsonl
 
-Every argument names systems (each in `SYSTEMS` that is called so or begins so: `vllm` is `vllm-fp32` and `vllm-int8`)
+Every argument names systems (each in `SYSTEMS` that is called so or begins so: `vllm` is `vllm-fp32`, `vllm-int8`, ...)
 and the interpreter of the environment they run in. In every round each system has one turn a setting; between its
 turns it is stopped with SIGSTOP, for some libraries' threads spin while they wait. Every measurement is a line of
 `--output`; stdout gets a table of medians.
