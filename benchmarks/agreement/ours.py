@@ -29,7 +29,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every continuation")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    export(options.model, "compressed-tensors", options.folder / "model", options.scheme)
+    if options.scheme == "none":
+        export(options.model, "hf", options.folder / "model")
+    else:
+        export(options.model, "compressed-tensors", options.folder / "model", options.scheme)
     table = {"model": options.model, "scheme": options.scheme, **RECIPE}
     system = build(parse_recipe(table, "agreement"))
     cast = system.cast

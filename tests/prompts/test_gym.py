@@ -35,8 +35,8 @@ def test_questions_are_a_function_of_the_seed(gym):
 
 
 DRAW = """
-from qarl.process import prepare
-prepare()
+from qarl.process import hash_alike
+hash_alike()
 import reasoning_gym
 print([entry["question"] for entry in reasoning_gym.create_dataset("ransom_note", seed=7, size=3)])
 """
