@@ -15,6 +15,11 @@ from qarl.records import Advantages, Group, GroupRewards, LossInputs, Prompt, Sa
 
 class PromptSource(Protocol):
     @property
+    def fingerprint(self) -> str:
+        """What identifies the data of a step's prompts, so far as it is known before they are taken."""
+        ...
+
+    @property
     def skipped(self) -> int:
         """Rows left out so far because their prompt was too long."""
         ...

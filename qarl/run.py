@@ -57,7 +57,7 @@ FREE_TO_CHANGE = (
 """Keys that may differ when a run is resumed: they do not change what the steps before computed. So may `steps`, under
 a constant learning rate; other schedules stretch over them."""
 
-FORMAT = 2
+FORMAT = 3
 """Of what a run's checkpoints hold; another one is not read."""
 
 
@@ -176,10 +176,10 @@ def _restore(recipe: Recipe, system: System, checkpoint: Checkpoint | None) -> N
 
 
 def _last_prompts(recipe: Recipe, source: PromptSource, done: int) -> str:
-    """What identifies the prompts of the last of so many steps."""
+    """What identifies the prompts of the last of so many steps, and all of finite data."""
     first_round = (done - 1) * recipe.sampling.max_rounds
     prompts = source.take(first_round, recipe.prompts_per_step) if done else []
-    asked = [[list(prompt.token_ids), prompt.row] for prompt in prompts]
+    asked = [source.fingerprint, *([list(prompt.token_ids), prompt.row] for prompt in prompts)]
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 

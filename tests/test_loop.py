@@ -28,6 +28,7 @@ class Log:
 class FakePrompts:
     log: Log
     skipped: int = 0
+    fingerprint: str = ""
 
     def take(self, step: int, count: int) -> list[Prompt]:
         self.log.calls.append(f"take {step} {count}")

@@ -424,6 +424,20 @@ def test_the_same_rules_in_another_order_are_another_recipe(tmp_path: Path) -> N
         open_run(recipe_of("--steps=2", *reversed(rules)), "any", tmp_path / "run", "auto")
 
 
+def test_another_row_than_those_trained_on_last_is_noticed_too(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = ["--prompts.type=file", f"--prompts.path={rows}", "--prompts.eval_fraction=0.5", "--eval.count=1"]
+    lines = [f'{{"prompt": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(16)]
+    rows.write_text("".join(lines))
+    run_in(tmp_path / "run", recipe_of("--steps=1", *options))
+    asked = (tmp_path / "run" / "completions" / "step-0.jsonl").read_text()
+    unasked = next(n for n in range(0, 16, 2) if f"rows/{n}" not in asked and f'"{n} + 1?' not in asked)
+    lines[unasked] = lines[unasked].replace(f'"answer": "{unasked + 1}"', '"answer": "0"')
+    rows.write_text("".join(lines))
+    with pytest.raises(RunError, match="no longer those that were trained on"):
+        run_in(tmp_path / "run", recipe_of("--steps=2", *options))
+
+
 def test_other_prompts_than_those_trained_on_are_noticed(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["--prompts.type=file", f"--prompts.path={rows}", "--prompts.eval_fraction=0.5", "--eval.count=1"]

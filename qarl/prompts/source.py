@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import time
 from collections import deque
@@ -107,7 +108,9 @@ class FinitePrompts:
         self._rows = rows
         self._held_out_rows = rows if evaluation is None else evaluation
         held_out = reserved if evaluation is None else range(len(evaluation))
-        fitting, fitting_held_out = self._fitting(rows, training), self._fitting(self._held_out_rows, held_out)
+        content = hashlib.sha256()
+        fitting, fitting_held_out = self._fitting(rows, training, content), self._fitting(self._held_out_rows, held_out)
+        self.fingerprint = content.hexdigest()
         self._training, self._held_out = list(fitting), list(fitting_held_out)
         self.skipped = len(training) + len(held_out) - len(self._training) - len(self._held_out)
         self.warnings = (*renderer.warnings, *_leaks(rows.name, fitting, fitting_held_out))
@@ -153,10 +156,18 @@ class FinitePrompts:
         """Rows that are trained on."""
         return len(self._training)
 
-    def _fitting(self, rows: Rows, indices: Sequence[int]) -> dict[int, int]:
-        """Of the rows that are short enough, the index and a hash of the prompt's tokens."""
-        rendered = ((index, self._renderer.render(rows.row(index))) for index in indices)
-        return {index: hash(prompt.token_ids) for index, prompt in rendered if prompt is not None}
+    def _fitting(self, rows: Rows, indices: Sequence[int], content: hashlib._Hash | None = None) -> dict[int, int]:
+        """Of the rows that are short enough, the index and a hash of the prompt's tokens; `content` takes in all of
+        them, to the token and to the columns."""
+        found = {}
+        for index in indices:
+            prompt = self._renderer.render(rows.row(index))
+            if prompt is None:
+                continue
+            found[index] = hash(prompt.token_ids)
+            if content is not None:
+                content.update(json.dumps([list(prompt.token_ids), prompt.row], sort_keys=True, default=str).encode())
+        return found
 
     def _prompt(self, rows: Rows, index: int) -> Prompt:
         prompt = self._renderer.render(rows.row(index))
@@ -175,6 +186,7 @@ class GeneratedPrompts:
         self._renderer = renderer
         self._seed = seed
         self.skipped = 0
+        self.fingerprint = ""  # rows are not known before they are drawn
         deque(self.known(), maxlen=0)
 
     @property
