@@ -36,10 +36,8 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=["none", "w4a16", "w8a8-int8", "w4a8-int8"])
     parser.add_argument("--sequences", type=int, default=8)
     options = parser.parse_args()
-    print(
-        "| scheme | changed by | log-probabilities: mean | median | largest | outputs of layers 1, 2, 4, 8, 16, last |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| scheme | changed by | log-probabilities: mean | median | largest | k3 | layers 1, 2, 4, 8, 16, last |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for scheme in options.schemes:
         for line in lines(options.model, scheme, options.sequences):
             print(line, flush=True)
@@ -47,15 +45,15 @@ def main() -> None:
 
 @torch.no_grad()
 def lines(model: str, scheme: str, count: int) -> list[str]:
-    """A row for every perturbation, and one for full precision instead of the scheme: how far log-probabilities of our
-    own greedy tokens, and hidden states, move.
+    """A row for every perturbation, and one for full precision instead of the scheme: how far log-probabilities of the
+    tokens that our engine samples, and hidden states, move.
     """
     table: dict[str, Any] = {"model": model, "scheme": scheme, **RECIPE}
     cast = build(parse_recipe(table, "growth")).cast
     assert isinstance(cast.learner, LocalLearner)
     cast.engine.load(cast.learner.publish())
     prompts = cast.prompts.take(0, RECIPE["prompts_per_step"])[:count]
-    groups = cast.engine.generate(prompts, 1, Sampling(0.0, 64, ()), (0,))
+    groups = cast.engine.generate(prompts, 1, Sampling(1.0, 64, ()), (0,))
     pairs = [(torch.tensor(group.prompt.token_ids), group.completions[0].token_ids) for group in groups]
     decoder = cast.learner.decoder
     embeddings = decoder.model.embed_tokens.weight
@@ -72,9 +70,10 @@ def lines(model: str, scheme: str, count: int) -> list[str]:
 
 def apart(before: Sequence[Computed], after: Sequence[Computed]) -> str:
     """The differences, for a table."""
-    difference = torch.cat([(a[0] - b[0]).abs() for a, b in zip(before, after, strict=True)])
+    signed = torch.cat([b[0] - a[0] for a, b in zip(before, after, strict=True)]).double()
+    difference, k3 = signed.abs(), (signed.exp() - signed - 1).mean()
     growth = [relative([a[1][layer - 1] for a in before], [b[1][layer - 1] for b in after]) for layer in LAYERS]
-    figures = " | ".join(f"{value:.1e}" for value in (difference.mean(), difference.median(), difference.max()))
+    figures = " | ".join(f"{value:.1e}" for value in (difference.mean(), difference.median(), difference.max(), k3))
     return f"{figures} | {', '.join(f'{one:.0e}' for one in growth)}"
 
 
