@@ -325,7 +325,7 @@ def score(
     """Log-probabilities and entropies of a micro-batch's scored tokens [S] under the served weights."""
     recompute = config.activation_checkpointing and torch.is_grad_enabled()
     hidden = decoder.hidden(micro.token_ids_T, micro.positions_T, micro.spans, micro.longest, recompute)
-    scored = hidden[micro.scored_rows_S]
+    scored = hidden.index_select(0, micro.scored_rows_S)  # whose gradient is summed in order, unlike that of []
     return token_logprobs(
         decoder.head(), scored, micro.targets_S, temperature, config.head_chunk_tokens, entropy_gradient
     )

@@ -623,3 +623,14 @@ def test_a_stop_for_skipped_updates_leaves_the_count_of_the_step_before(small, m
     with pytest.raises(RunError, match="2 updates in a row"):
         learner.update(groups, small.advantages(groups))
     assert (learner.skipped_in_a_row, learner.optimizer_steps) == (1, 0)
+
+
+def test_a_gradient_has_the_same_bits_every_time_whatever_the_threads(small):
+    """First tokens of a group are predicted by one row: its gradient is a sum of many, in an order that must not vary."""
+    torch.set_num_threads(4)
+    learner = small.learner("w8a8-int8", Grpo())
+    groups = small.rollout(learner, 5, 9, group_size=300)
+    advantages = small.advantages(groups)
+    first = gradients(small.learner("w8a8-int8", Grpo()), groups, advantages)
+    for _ in range(8):
+        assert_equal(gradients(small.learner("w8a8-int8", Grpo()), groups, advantages), first)
