@@ -626,7 +626,7 @@ def test_a_stop_for_skipped_updates_leaves_the_count_of_the_step_before(small, m
 
 
 def test_a_gradient_has_the_same_bits_every_time_whatever_the_threads(small):
-    """First tokens of a group are predicted by one row: its gradient is a sum of many, in an order that must not vary."""
+    """First tokens of a group are predicted by one row, whose gradient is a sum of many: their order must not vary."""
     torch.set_num_threads(4)
     learner = small.learner("w8a8-int8", Grpo())
     groups = small.rollout(learner, 5, 9, group_size=300)
