@@ -21,7 +21,7 @@ from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
 from qarl.ops.kernels import kernels
 from qarl.prompts import Renderer, SplitSource, describe_prompt
-from qarl.quant import SchemePlan, plan_schemes, scheme_named
+from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
@@ -53,7 +53,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     source = recipe.prompts.build(renderer, recipe.seed)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
-    schemes = scheme_plan(recipe, model)
+    schemes = scheme_plan(model, recipe.scheme, recipe.quant)
     engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
@@ -114,11 +114,11 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
     )
 
 
-def scheme_plan(recipe: Recipe, model: LoadedModel) -> SchemePlan:
+def scheme_plan(model: LoadedModel, scheme: str, exceptions: QuantConfig) -> SchemePlan:
     """Which matrix of the model gets which scheme."""
     with torch.device("meta"):
         matrices = Decoder(model.config, model.sampleable).matrices()
-    return plan_schemes(matrices, scheme_named(recipe.scheme), recipe.quant)
+    return plan_schemes(matrices, scheme_named(scheme), exceptions)
 
 
 def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: LocalLearner) -> str:

@@ -102,9 +102,7 @@ class CheckpointStore:
         """Make this checkpoint the newest, where it is not: a run that went back to it goes on from it until it saves
         another one.
         """
-        records = self._records()
-        latest = max((record.serial for record in records.values()), default=0)
-        record = records[checkpoint.folder]
+        latest, record = last_saved(self._folder), self._records()[checkpoint.folder]
         if record.serial < latest:
             newest = record.model_copy(update={"serial": latest + 1})
             try:
@@ -130,7 +128,7 @@ class CheckpointStore:
     def _seal(self, folder: Path, step: int, metadata: Mapping[str, JsonValue]) -> None:
         """Add the manifest and force everything onto the disk."""
         assert not (folder / METADATA).exists(), f"{METADATA} is the store's own"
-        serial = 1 + max((record.serial for record in self._records().values()), default=0)
+        serial = 1 + last_saved(self._folder)
         record = _Record(step=step, serial=serial, score=None, metadata=dict(metadata), files=_manifest(folder))
         _write_flushed(folder / METADATA, _written(record))
         _flush_folders(folder)

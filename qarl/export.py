@@ -13,7 +13,7 @@ from qarl.errors import ConfigurationError
 from qarl.models.decoder import HEAD, Decoder
 from qarl.models.names import LoadedModel, load_model
 from qarl.models.save import save_folder, write_folder
-from qarl.quant import QuantConfig, Scheme, plan_schemes, scheme_named
+from qarl.quant import QuantConfig, Scheme
 from qarl.recipe import load_recipe
 from qarl.runfolder import checkpoint_at, run_at
 from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, check_exportable, quantization_config, stored
@@ -38,7 +38,8 @@ def export(source: str, form: Form, out: Path, scheme: str | None = None) -> dic
             raise ConfigurationError(f"--scheme {scheme}: {source} is a run, which has its own scheme; leave it out")
         checkpoint = checkpoint_at(path)
         model, version = load_model(str(checkpoint.folder / "model")), int(str(checkpoint.metadata["version"]))
-        schemes = scheme_plan(load_recipe(run.recipe), model).quantized
+        recipe = load_recipe(run.recipe)
+        schemes = scheme_plan(model, recipe.scheme, recipe.quant).quantized
     if form == "hf":
         save_folder(out, model.config, model.tensors, model.tokenizer, stop_token_ids=model.stop_token_ids)
         notes = []
@@ -55,9 +56,7 @@ def _of_model(model: LoadedModel, form: Form, scheme: str | None) -> Mapping[str
         return {}
     if scheme is None:
         raise ConfigurationError(f"{model.name}: is no run, so its weights have no scheme yet; give --scheme")
-    with torch.device("meta"):
-        matrices = Decoder(model.config, model.sampleable).matrices()
-    return plan_schemes(matrices, scheme_named(scheme), QuantConfig()).quantized
+    return scheme_plan(model, scheme, QuantConfig()).quantized
 
 
 def _write_quantized(out: Path, model: LoadedModel, schemes: Mapping[str, Scheme], version: int) -> list[str]:

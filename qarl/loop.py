@@ -59,14 +59,14 @@ class Batch:
 
     def told(self, chosen: Sequence[int]) -> list[GroupRewards]:
         """The rewards, with a note of which groups are trained on."""
-        return [replace(one, is_trained=index in set(chosen)) for index, one in enumerate(self.rewards)]
+        return [replace(one, is_trained=index in chosen) for index, one in enumerate(self.rewards)]
 
     def trained(self, count: int) -> list[int]:
         """Indices of the first `count` groups that can teach, in order; where there are too few, of others too, so that
         an update has the same number of prompts in every step. Without KL and entropy terms these change no gradient.
         """
         able = [index for index, rewards in enumerate(self.rewards) if is_unequal(rewards)][:count]
-        others = [index for index in range(len(self.groups)) if index not in set(able)]
+        others = [index for index in range(len(self.groups)) if index not in able]
         others.sort(key=lambda index: bool(self.rewards[index].total.isnan().all()))  # those without any reward last
         return sorted(able + others[: count - len(able)])
 

@@ -27,7 +27,6 @@ from qarl.metrics import Metrics, values
 from qarl.readings import error_lines, refuse_errors
 from qarl.recipe import Recipe, changed_keys, load_recipe, to_toml
 from qarl.records import Group, GroupRewards
-from qarl.roles import PromptSource
 from qarl.runfolder import RunFolder, checkpoint_at, run_at
 from qarl.tracking import Trackers
 from qarl.tracking.completions import Completions
@@ -110,7 +109,7 @@ def train(recipe: Recipe, system: System, start: Start, console: Console) -> dic
         if _seen(folder) != start.seen:
             raise ConfigurationError(f"{folder.path}: another process has run there meanwhile; give the command again")
         _tell(system, start)
-        _restore(recipe, system, start.checkpoint)  # before anything is written: it may refuse
+        _restore(system, start.checkpoint)  # before anything is written: it may refuse
         with _refusing_disk(folder):
             write_atomically(folder.recipe, to_toml(recipe))
             store = CheckpointStore(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.keep_best)
@@ -156,14 +155,14 @@ def _tell(system: System, start: Start) -> None:
         log.warning("goes on with other values of %s", ", ".join(start.changed))
 
 
-def _restore(recipe: Recipe, system: System, checkpoint: Checkpoint | None) -> None:
+def _restore(system: System, checkpoint: Checkpoint | None) -> None:
     """Weights and optimizer from the checkpoint, if there is one; then the engine serves the learner's weights.
 
     RunError where the run would not be the same any more.
     """
     learner = system.cast.learner
     if checkpoint is not None:
-        if checkpoint.metadata["prompts"] != _last_prompts(recipe, system.cast.prompts, checkpoint.step):
+        if checkpoint.metadata["prompts"] != _last_prompts(system, checkpoint.step):
             raise RunError(
                 f"{checkpoint.folder}: the prompts of step {checkpoint.step} are no longer those that were trained on: "
                 "the data, its generator, the chat template, the tokenizer, or (where prompts are left out as too "
@@ -175,10 +174,10 @@ def _restore(recipe: Recipe, system: System, checkpoint: Checkpoint | None) -> N
     system.cast.engine.load(learner.publish())
 
 
-def _last_prompts(recipe: Recipe, source: PromptSource, done: int) -> str:
+def _last_prompts(system: System, done: int) -> str:
     """What identifies the prompts of the last of so many steps, and all of finite data."""
-    first_round = (done - 1) * recipe.sampling.max_rounds
-    prompts = source.take(first_round, recipe.prompts_per_step) if done else []
+    source, plan = system.cast.prompts, system.plan
+    prompts = source.take(plan.rounds_of(done - 1).start, plan.prompts_per_step) if done else []
     asked = [source.fingerprint, *([list(prompt.token_ids), prompt.row] for prompt in prompts)]
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -284,6 +283,7 @@ class _Run:
     ) -> None:
         self.done = start.step
         self._recipe = recipe
+        self._system = system
         self._cast = system.cast
         self._questions = system.questions
         self._store = store
@@ -329,7 +329,7 @@ class _Run:
             metadata: dict[str, JsonValue] = {
                 "format": FORMAT,
                 "version": learner.version,
-                "prompts": _last_prompts(self._recipe, self._cast.prompts, self.done),
+                "prompts": _last_prompts(self._system, self.done),
             }
             checkpoint = self._store.save(self.done, learner.save, metadata)
             self._saved = self.done

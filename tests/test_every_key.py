@@ -497,7 +497,7 @@ def learned(recipe: Recipe) -> str:
     """Samples, metrics and weights of two updates of a model with a head of its own; of two groups one is equal."""
     tokenizer = byte_tokenizer()
     model = LoadedModel("untied", UNTIED, random_weights(UNTIED, seed=0), tokenizer, 259, (258,))
-    learner = local_learner(recipe, model, scheme_plan(recipe, model))
+    learner = local_learner(recipe, model, scheme_plan(model, recipe.scheme, recipe.quant))
     engine = NativeEngine(recipe.engine, UNTIED, 259, str)
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, (258,))
     prompts = [Prompt(f"p/{n}", tuple(range(n, n + 60)), "", {}) for n in (1, 2)]
