@@ -24,8 +24,8 @@ from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
 from qarl.recipe import parse_recipe
 from qarl.records import Completion, Group, Sampling
-from qarl.rollout.native import NativeEngine, Progress, Rollout, make_requests
-from qarl.rollout.request import Request
+from qarl.rollout.native import NativeEngine, Rollout
+from qarl.rollout.request import Progress, Request, make_requests
 
 LENGTHS = (32, 128, 512)
 """Completion lengths that rounds of sampling take in turn; none stops early, so that all are reached."""

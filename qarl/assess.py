@@ -17,7 +17,7 @@ from qarl.metrics import values
 from qarl.prompts import SOURCES, File, FinitePrompts, SourceConfig, describe_prompt
 from qarl.prompts.files import FileRows
 from qarl.recipe import Override, Recipe, parse_overrides, parse_recipe
-from qarl.rollout.native import Progress
+from qarl.rollout.request import Progress
 from qarl.run import EVALUATION_STEP
 from qarl.runfolder import checkpoint_at, run_at
 

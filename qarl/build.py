@@ -15,7 +15,7 @@ from qarl.evaluate import EvalSet
 from qarl.learner.learner import LocalLearner
 from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
-from qarl.models.decoder import Decoder
+from qarl.models.decoder import HEAD, Decoder
 from qarl.models.names import LoadedModel, load_model
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
@@ -25,8 +25,12 @@ from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
-from qarl.rollout.native import NativeEngine, Progress
+from qarl.rollout.config import EngineConfig, NativeEngineConfig, VllmEngineConfig
+from qarl.rollout.native import NativeEngine
+from qarl.rollout.request import Progress
+from qarl.rollout.vllm.engine import VllmEngine
 from qarl.runfolder import checkpoint_at, run_at
+from qarl.sync.compressed_tensors import FORMATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +51,14 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = load_model(_model_of_run(recipe.model))
+    model = model_of(recipe)
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
-    schemes = scheme_plan(model, recipe.scheme, recipe.quant)
-    engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
+    schemes = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
+    engine = engine_of(recipe, model, renderer, stops, progress)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
@@ -96,8 +100,10 @@ def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
     """A learner whose masters are the model's tensors."""
+    engine = recipe.engine
     with torch.device("meta"):
-        rounds_kv = recipe.engine.kv_cache == "int8" and recipe.alignment == "auto"
+        is_native = isinstance(engine, NativeEngineConfig)
+        rounds_kv = recipe.alignment == "auto" and isinstance(engine, NativeEngineConfig) and engine.kv_cache == "int8"
         decoder = Decoder(model.config, model.sampleable, rounds_kv)
     decoder.assign(model.tensors, requires_grad=True)
     return LocalLearner(
@@ -111,14 +117,39 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.steps,
         model.tokenizer,
         model.stop_token_ids,
+        shares_kernels=is_native,
     )
 
 
-def scheme_plan(model: LoadedModel, scheme: str, exceptions: QuantConfig) -> SchemePlan:
-    """Which matrix of the model gets which scheme."""
+def engine_of(
+    recipe: Recipe, model: LoadedModel, renderer: Renderer, stops: tuple[int, ...], progress: Progress | None = None
+) -> NativeEngine | VllmEngine:
+    """The recipe's engine, in this process or on a server; it serves nothing until it is given weights."""
+    config = recipe.engine
+    if isinstance(config, NativeEngineConfig):
+        return NativeEngine(config, model.config, model.sampleable, renderer.decode, progress)
+    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
+    url = config.urls[0] if config.urls else None
+    return VllmEngine(config, url, model.config, model.sampleable, longest, renderer.decode, stops, progress)
+
+
+def scheme_plan(
+    model: LoadedModel, scheme: str, exceptions: QuantConfig, engine: EngineConfig | None = None
+) -> SchemePlan:
+    """Which matrix of the model gets which scheme; ConfigurationError for one that the engine cannot serve."""
     with torch.device("meta"):
         matrices = Decoder(model.config, model.sampleable).matrices()
-    return plan_schemes(matrices, scheme_named(scheme), exceptions)
+    if not isinstance(engine, VllmEngineConfig):
+        return plan_schemes(matrices, scheme_named(scheme), exceptions)
+    # vLLM has no head like the one that integer schemes have by default.
+    plan = plan_schemes(matrices, scheme_named(scheme), QuantConfig(rules={HEAD: "none"} | exceptions.rules))
+    for module, one in plan.quantized.items():
+        if one.name not in FORMATS:
+            raise ConfigurationError(
+                f"{module}: scheme '{one.name}' is none that engine.type = 'vllm' can serve; these are: none, "
+                f"{', '.join(FORMATS)}"
+            )
+    return plan.with_scales_in(getattr(torch, engine.dtype))
 
 
 def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: LocalLearner) -> str:
@@ -131,7 +162,7 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
-            f"alignment {recipe.alignment}: {_alignment_level(recipe.alignment)}",
+            f"alignment {recipe.alignment}: {_alignment_level(recipe)}",
             f"optimizer {recipe.learner.optimizer.type}:",
             *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
         ]
@@ -153,15 +184,19 @@ def eval_set(recipe: Recipe, prompts: Sequence[Prompt], sampling: Sampling) -> E
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term, recipe.max_reward_error_share)
 
 
-def _model_of_run(model: str) -> str:
-    """For a run or a checkpoint the model it holds, else what was given."""
-    path = Path(model)
-    return model if run_at(path) is None else str(checkpoint_at(path).folder / "model")
+def model_of(recipe: Recipe) -> LoadedModel:
+    """The model that a run of this recipe starts from; of a run or a checkpoint, what that holds."""
+    path = Path(recipe.model)
+    return load_model(recipe.model if run_at(path) is None else str(checkpoint_at(path).folder / "model"))
 
 
-def _alignment_level(alignment: str) -> str:
-    if alignment == "none":
+def _alignment_level(recipe: Recipe) -> str:
+    if recipe.alignment == "none":
         return "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
+    if not isinstance(recipe.engine, NativeEngineConfig):
+        return (
+            "codes: vLLM multiplies the learner's codes and scales by kernels of its own; mismatch/* says what is left"
+        )
     if not kernels().exact_matmul:
         return "codes, not exact: without the C kernels floating-point sums may depend on the batch, see `qarl doctor`"
     return "exact, engine and learner share every operation"

@@ -156,6 +156,24 @@ def export(
     _answer(export(source, form, out, scheme), as_json)
 
 
+@app.command
+def serve(
+    recipe: Annotated[Path, Parameter(help="A TOML recipe, with engine.type = 'vllm'.")],
+    /,
+    *overrides: Overrides,
+    host: Annotated[str, Parameter(help="Address to listen on: who reaches it can change the weights.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=65535))] = 8000,
+) -> None:
+    """Become the vLLM server that runs of this recipe use where `engine.urls` names it."""
+    from qarl.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+
+    from qarl.serve import serve
+
+    serve(resolved, host, port, _progress)
+
+
 @bench.command(name="rollout")
 def bench_rollout(
     *,

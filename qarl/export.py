@@ -39,7 +39,7 @@ def export(source: str, form: Form, out: Path, scheme: str | None = None) -> dic
         checkpoint = checkpoint_at(path)
         model, version = load_model(str(checkpoint.folder / "model")), int(str(checkpoint.metadata["version"]))
         recipe = load_recipe(run.recipe)
-        schemes = scheme_plan(model, recipe.scheme, recipe.quant).quantized
+        schemes = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine).quantized
     if form == "hf":
         save_folder(out, model.config, model.tensors, model.tokenizer, stop_token_ids=model.stop_token_ids)
         notes = []

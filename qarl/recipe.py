@@ -24,7 +24,7 @@ from qarl.objectives import ObjectiveConfig, Tbpo
 from qarl.prompts import PromptsConfig
 from qarl.quant import QuantConfig, scheme_named
 from qarl.rewards import RewardConfig
-from qarl.rollout.config import EngineConfig, SamplingConfig
+from qarl.rollout.config import EngineConfig, NativeEngineConfig, SamplingConfig
 
 
 class EvalConfig(Config):
@@ -81,7 +81,7 @@ class Recipe(Config):
     advantage: AdvantageConfig = Field(default_factory=GroupStd, description="From rewards to advantages.")
     objective: ObjectiveConfig = Field(default_factory=Tbpo, description="What the learner maximizes.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="What makes completions.")
+    engine: EngineConfig = Field(default_factory=NativeEngineConfig, description="What makes completions.")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="What changes weights.")
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Exceptions to the scheme.")
     eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")

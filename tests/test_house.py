@@ -62,9 +62,10 @@ MAY_IMPORT = {
         "align": GROUND + " " + ROOMS + " " + RUN,
         "bench": GROUND + " " + ROOMS + " " + RUN,
         "export": GROUND + " models quant sync " + RUN,
+        "serve": GROUND + " models rollout sync " + RUN,
         "doctor": GROUND + " ops quant",
         "process": "",
-        "cli": GROUND + " align assess bench doctor export process tracking " + RUN,
+        "cli": GROUND + " align assess bench doctor export process serve tracking " + RUN,
         "__main__": "cli",
     }.items()
 }

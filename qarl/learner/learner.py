@@ -52,7 +52,7 @@ GRIDS: Mapping[str, IntegerFormat | None] = {"auto": INT16, "int8": INT8, "fp32"
 
 class LocalLearner:
     """One process, one model. `version` counts the rollout batches trained, `optimizer_steps` what this process made
-    of them.
+    of them. `shares_kernels`: the engine that samples computes with the operations of this learner.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class LocalLearner:
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_token_ids: Sequence[int] = (),
+        shares_kernels: bool = True,
     ) -> None:
         self.config = config
         self.decoder = decoder
@@ -78,6 +79,7 @@ class LocalLearner:
         self.total_steps = total_steps
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.shares_kernels = shares_kernels
         self.version = 0
         self.optimizer_steps = 0
         self.skipped_in_a_row = 0
@@ -185,7 +187,7 @@ class LocalLearner:
 
     def _is_exact(self) -> bool:
         """Whether the engine's log-probabilities have the bits of this learner's."""
-        return self.alignment != "none" and kernels().exact_matmul
+        return self.shares_kernels and self.alignment != "none" and kernels().exact_matmul
 
     def _initial_policy(self) -> Decoder:
         """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters."""

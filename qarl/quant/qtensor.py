@@ -60,7 +60,9 @@ def dequantize(q: QTensor) -> Tensor:
     return _dequantize_matrix(q.codes, q.scale, q.scheme.weight)
 
 
-def quantize_rows(x: Tensor, number_format: NumberFormat, name: str = "activations") -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, number_format: NumberFormat, name: str = "activations", scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Quantize every row along the last dimension from itself alone: codes [..., K], fp32 scale [...].
 
     The definition of dynamic per-token activation quantization ([T, K]) and of a quantized KV cache
@@ -70,7 +72,7 @@ def quantize_rows(x: Tensor, number_format: NumberFormat, name: str = "activatio
     amax = x.abs().amax(dim=-1)
     if not bool(amax.isfinite().all()):
         raise RunError(f"{name}: non-finite values in {_first_bad_row(amax)}; they cannot be quantized")
-    scale, factor = scale_and_inverse(amax, number_format.largest)
+    scale, factor = scale_and_inverse(amax, number_format.largest, scale_dtype)
     return number_format.round_to_grid(x * factor.unsqueeze(-1)), scale
 
 
@@ -90,7 +92,8 @@ def dequantize_activations(codes_TK: Tensor, scale_TG: Tensor, quantizer: Quanti
 
 
 def _quantize_matrix(x_NK: Tensor, quantizer: Quantizer, name: str) -> tuple[Tensor, Tensor]:
-    codes_HGE, scale_HG = quantize_rows(quantizer.granularity.split(x_NK), quantizer.format, name)
+    split = quantizer.granularity.split(x_NK)
+    codes_HGE, scale_HG = quantize_rows(split, quantizer.format, name, quantizer.scale_dtype)
     return quantizer.granularity.join(codes_HGE, x_NK.shape[0]).contiguous(), scale_HG
 
 

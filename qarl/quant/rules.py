@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from pydantic import Field, field_validator
 
 from qarl.config import Config
@@ -67,6 +68,12 @@ class SchemePlan:
     def quantized(self) -> dict[str, Scheme]:
         """The modules that are quantized."""
         return {module: choice.scheme for module, choice in self.choices.items() if choice.scheme.quantized}
+
+    def with_scales_in(self, dtype: torch.dtype) -> SchemePlan:
+        """The same plan with `Scheme.with_scales_in`; modules that share a scheme go on sharing it."""
+        schemes = {choice.scheme: choice.scheme.with_scales_in(dtype) for choice in self.choices.values()}
+        choices = {module: replace(choice, scheme=schemes[choice.scheme]) for module, choice in self.choices.items()}
+        return SchemePlan(choices)
 
     def describe(self) -> str:
         """An account for people: totals, then one line for each family of modules (layer numbers as `*`)."""

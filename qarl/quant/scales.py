@@ -91,8 +91,10 @@ class PerBlock:
 Granularity = PerRow | PerGroup | PerBlock
 
 
-def scale_and_inverse(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+def scale_and_inverse(amax: Tensor, largest: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Scale `amax / largest` and factor `largest / amax`, each one correctly rounded fp32 division.
+
+    In another `dtype` than fp32 the scale is rounded to it, and the factor is one over what that gives.
 
     `amax` fp32, finite, >= 0, any shape. Where it is below `SMALLEST_AMAX` the scale is 1 and the factor 0,
     so that the codes are 0.
@@ -102,4 +104,9 @@ def scale_and_inverse(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     # Both operands are tensors: torch may turn a division by or of a Python number into a multiplication
     # with a rounded reciprocal.
     limit = torch.full_like(safe_amax, largest)
-    return (safe_amax / limit).masked_fill_(is_zero, 1.0), (limit / safe_amax).masked_fill_(is_zero, 0.0)
+    scale, factor = safe_amax / limit, limit / safe_amax
+    if dtype != torch.float32:
+        scale = scale.to(dtype).float()
+        is_zero = is_zero | (scale == 0)
+        factor = torch.ones_like(scale) / scale
+    return scale.masked_fill_(is_zero, 1.0), factor.masked_fill_(is_zero, 0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from qarl.errors import ConfigurationError, suggestion
 from qarl.quant.formats import E4M3, INT4, INT8, INT12, NumberFormat
@@ -12,10 +14,11 @@ from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """A number format and which elements share a scale."""
+    """A number format and which elements share a scale, which is rounded to `scale_dtype` before it is used."""
 
     format: NumberFormat
     granularity: Granularity
+    scale_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,12 @@ class Scheme:
                 f"'{self.name}' needs; schemes that fit are {', '.join(fitting)}: take one of them as `scheme`, or "
                 "for this module (and those fused with it) in [quant.rules]"
             )
+
+    def with_scales_in(self, dtype: torch.dtype) -> Scheme:
+        """This scheme for an engine whose weights have this type, in which it keeps the scales of packed codes."""
+        if not self.packed or self.weight is None:
+            return self
+        return replace(self, weight=replace(self.weight, scale_dtype=dtype))
 
     def stored_bytes(self, shape_NK: tuple[int, int]) -> int:
         """Bytes of the codes and fp32 scales of one matrix as stored; full precision counts as fp32."""

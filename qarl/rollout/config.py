@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qarl.config import Config
+
+Way = Literal["memory", "disk", "gloo", "nccl"]
 
 
 class SamplingConfig(Config):
@@ -43,4 +45,47 @@ class NativeEngineConfig(Config):
     )
 
 
-EngineConfig = NativeEngineConfig
+class VllmEngineConfig(Config):
+    """vLLM: in a process that qarl starts, or a server that is already there (`urls`)."""
+
+    type: Literal["vllm"] = "vllm"
+    urls: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="vLLM servers that `qarl serve` started with this recipe, such as 'http://node1:8000'; prompts are "
+        "divided among them. Without any, vLLM runs on this machine, as a part of the run.",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Type of what is not quantized, and of activations between products."
+    )
+    kv_bytes: int = Field(1 << 30, ge=1 << 20, description="Bytes of the key/value cache, on each device.")
+    max_concurrency: int = Field(256, ge=1, description="Most completions decoded at a time.")
+    tensor_parallel: int = Field(1, ge=1, description="Devices that share one copy of the model.")
+    compiled: bool = Field(
+        False, description="Let vLLM compile the model and capture graphs: a slow start, and faster steps on a GPU."
+    )
+    transport: Way = Field(
+        "memory",
+        description="How codes reach the workers: by shared memory or a folder on a disk (`folder`) where they run on "
+        "this host, or broadcast by gloo or NCCL to other hosts.",
+    )
+    folder: str = Field("", description="Where versions are put for transport = 'disk'; all workers must see it.")
+    timeout_s: float = Field(
+        300.0, gt=0.0, description="The longest that vLLM may be silent: without a token, or an answer to a call."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of vLLM's engine by their names there, for experts."
+    )
+
+    @model_validator(mode="after")
+    def _a_folder_is_for_a_disk(self) -> Self:
+        if (self.transport == "disk") != bool(self.folder):
+            raise ValueError(
+                f"transport = '{self.transport}' with folder = '{self.folder}': set a folder for 'disk', and only then"
+            )
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls names a server twice; every server is named once")
+        return self
+
+
+EngineConfig = Annotated[NativeEngineConfig | VllmEngineConfig, Field(discriminator="type")]

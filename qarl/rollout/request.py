@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from qarl.errors import ConfigurationError
 from qarl.ops.reference import Spans
-from qarl.records import FinishReason, Prompt
+from qarl.records import Completion, FinishReason, Group, Prompt, Sampling
 from qarl.rollout.cache import Region
+from qarl.rollout.seeds import stream_key
+
+Progress = Callable[[int, int], None]
+"""Called with (finished, total) completions as a rollout goes on."""
+
+Stop = Callable[[int, int], bool]
+"""Asked with (finished, total) completions after every step whether to abort the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +83,48 @@ class Request:
             self.finish_reason = "stop"
         elif len(self.token_ids) == max_new_tokens:
             self.finish_reason = "length"
+
+
+def unstarted(prompts: Sequence[Prompt], group_size: int) -> list[Group]:
+    """Groups as `generate` would return them if it were stopped before its first step."""
+    nothing = torch.tensor([], dtype=torch.int64)
+    completion = Completion(nothing, torch.tensor([], dtype=torch.float32), nothing, "aborted", "")
+    return [Group(prompt, (completion,) * group_size) for prompt in prompts]
+
+
+def make_requests(prompts: Sequence[Prompt], group_size: int, seed: tuple[int, ...]) -> list[Request]:
+    """`group_size` requests for every prompt, in order, sharing the prompt."""
+    return requests_of(unstarted(prompts, group_size), seed)
+
+
+def requests_of(groups: Sequence[Group], seed: tuple[int, ...]) -> list[Request]:
+    """A request for every aborted completion, in order; those of a group share the prompt."""
+    requests = []
+    repeats: Counter[str] = Counter()
+    for group in groups:
+        prompt = group.prompt
+        aborted = [(i, c) for i, c in enumerate(group.completions) if c.finish_reason == "aborted"]
+        shared = SharedPrompt(prompt, waiting=len(aborted))
+        for index, completion in aborted:
+            # How often a prompt came before tells apart two equal ones; its place in the batch must not matter.
+            request = Request(shared, index, stream_key((*seed, repeats[prompt.id]), prompt.id, index))
+            request.token_ids = completion.token_ids.tolist()
+            request.logprobs = completion.engine_logprobs.tolist()
+            request.versions = completion.versions.tolist()
+            requests.append(request)
+        repeats[prompt.id] += 1
+    return requests
+
+
+def check_limit(requests: Sequence[Request], sampling: Sampling) -> None:
+    """ConfigurationError for a request that may not have one more token."""
+    for request in requests:
+        if len(request.token_ids) >= sampling.max_new_tokens:
+            raise ConfigurationError(
+                f"prompt {request.shared.prompt.id}, completion {request.index}: cannot be resumed, it has "
+                f"{len(request.token_ids)} tokens and sampling.max_new_tokens = {sampling.max_new_tokens} counts them; "
+                "raise it"
+            )
 
 
 def spans_of(sequences: Sequence[Sequence[tuple[int, int]]], queries: Sequence[Sequence[int]]) -> Spans:

@@ -16,7 +16,8 @@ from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
 from qarl.records import Group, Sampling
 from qarl.rollout.cache import PAGE
-from qarl.rollout.native import NativeEngine, Stop
+from qarl.rollout.native import NativeEngine
+from qarl.rollout.request import Stop
 from qarl.sync.checksum import checksum
 
 pytestmark = pytest.mark.skipif(

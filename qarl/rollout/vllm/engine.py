@@ -1,0 +1,255 @@
+"""vLLM in the engine's role: it serves the published codes, and every load is proven by what is served after it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.errors import ConfigurationError, RunError
+from qarl.metrics import Last, Mean, Metrics
+from qarl.models.config import ModelConfig
+from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
+from qarl.rollout.seeds import stream_key
+from qarl.rollout.vllm.launch import as_served, require_vllm, write_model
+from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
+from qarl.sync.checksum import combine, digests
+from qarl.sync.compressed_tensors import stored
+from qarl.sync.transport import Transport, transport
+
+log = logging.getLogger("qarl")
+
+
+class VllmEngine:
+    """One vLLM: `url` names a server, or it is None and vLLM starts with the first `load`. `version` is -1 until then.
+
+    A completion's draws follow its own seed, but vLLM's products depend on the batch in their last bits, so completions
+    may too. One that is resumed goes on with draws of its own, other than those of an unbroken one.
+    """
+
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        url: str | None,
+        model: ModelConfig,
+        vocab_size: int,
+        max_model_len: int,
+        decode: Callable[[Sequence[int]], str],
+        stop_token_ids: tuple[int, ...],
+        progress: Progress | None = None,
+    ) -> None:
+        self.version = -1
+        self._config = config
+        self._model = model
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._decode = decode
+        self._stop_token_ids = stop_token_ids
+        self._progress = progress
+        self._service: Service | None = None
+        self._transport: Transport | None = None
+        self._readings: Metrics = {}
+        if url is None:
+            require_vllm()
+        else:
+            self._connect(url)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Serve this version; RunError, with the tensor's name, when what is served then is not what was published."""
+        started = time.perf_counter()
+        served = as_served(snapshot, self._vocab_size, self._dtype)
+        if self._service is None:
+            self._start(served)
+        sent = self._load_in_place(served)
+        self._require_service().forget()
+        self.version = snapshot.version
+        size = sum(tensor.nbytes for tensor in stored(served.tensors, served.schemes).values())
+        self._readings |= {"publish/bytes": Last(float(size)), "publish/seconds": Last(time.perf_counter() - started)}
+        self._readings |= {f"publish/{part}": Last(seconds) for part, seconds in sent.items()}
+
+    def metrics(self) -> Metrics:
+        """Readings of the last `generate` and the last `load`."""
+        return self._readings
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
+    ) -> list[Group]:
+        """As `NativeEngine.generate`."""
+        return self.resume(unstarted(prompts, group_size), sampling, seed, stop)
+
+    def resume(
+        self, groups: Sequence[Group], sampling: Sampling, seed: tuple[int, ...], stop: Stop | None = None
+    ) -> list[Group]:
+        """Go on with the aborted completions of these groups; the finished ones are returned as they are."""
+        self.check_fit([group.prompt for group in groups], sampling)
+        requests = requests_of(groups, seed)
+        check_limit(requests, sampling)
+        total = sum(len(group.completions) for group in groups)
+        watch = _Watch(min(len(requests), self._config.max_concurrency), total, len(requests), self._progress, stop)
+        answers = self._require_service().complete(
+            [self._ask(request, sampling) for request in requests], sampling, watch
+        )
+        self._readings |= watch.metrics()
+        done = iter([self._completion(request, one) for request, one in zip(requests, answers, strict=True)])
+        return [
+            Group(group.prompt, tuple(next(done) if c.finish_reason == "aborted" else c for c in group.completions))
+            for group in groups
+        ]
+
+    def check_fit(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        """ConfigurationError for a prompt with no tokens, or whose completions vLLM's context cannot hold."""
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise ConfigurationError(
+                    f"prompt {prompt.id}: has no tokens; a completion needs at least one before it"
+                )
+            if len(prompt.token_ids) + sampling.max_new_tokens > self._max_model_len:
+                raise ConfigurationError(
+                    f"prompt {prompt.id}: {len(prompt.token_ids)} prompt tokens + sampling.max_new_tokens = "
+                    f"{sampling.max_new_tokens} exceed vLLM's context of {self._max_model_len}; shorten one of them"
+                )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.dtype)  # type: ignore[no-any-return]
+
+    def _ask(self, request: Request, sampling: Sampling) -> Ask:
+        so_far = len(request.token_ids)
+        key = (
+            request.stream
+            if so_far == 0
+            else stream_key((request.stream, so_far), request.shared.prompt.id, request.index)
+        )
+        tokens = [*request.shared.prompt.token_ids, *request.token_ids]
+        return Ask(tokens, sampling.max_new_tokens - so_far, key - 2**63)
+
+    def _completion(self, request: Request, answer: Answer) -> Completion:
+        for place, logprob in enumerate(answer.logprobs):
+            if not math.isfinite(logprob):
+                raise RunError(
+                    f"prompt {request.shared.prompt.id}, completion {request.index}, token {place}: vLLM's "
+                    f"log-probability is {logprob}; the weights of version {self.version} overflow"
+                )
+        tokens = [*request.token_ids, *answer.token_ids]
+        return Completion(
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            engine_logprobs=torch.tensor([*request.logprobs, *answer.logprobs], dtype=torch.float32),
+            versions=torch.tensor([*request.versions, *[self.version] * len(answer.token_ids)], dtype=torch.int64),
+            finish_reason=answer.finish_reason,
+            text=self._decode(tokens),
+        )
+
+    def _start(self, served: Snapshot) -> None:
+        """Start vLLM from a model folder with these very codes; the folder is not needed afterwards."""
+        from qarl.rollout.vllm.offline import Offline
+
+        with tempfile.TemporaryDirectory(prefix="qarl-vllm-") as home:
+            folder = Path(home) / "model"
+            write_model(folder, self._model, served, self._stop_token_ids)
+            log.info("starting vLLM")
+            self._service = Offline(folder, self._config, self._max_model_len)
+        self._open_transport(self._describe(self._service))
+
+    def _connect(self, url: str) -> None:
+        from qarl.rollout.vllm.server import Server
+
+        service = Server(url, self._config.timeout_s)
+        found = self._describe(service)
+        check_version(str(found["vllm"]), service.name)
+        wanted = {
+            "dtype": self._config.dtype,
+            "logprobs_mode": "processed_logprobs",
+            "vocab_size": self._vocab_size,
+            "hidden_size": self._model.hidden_size,
+            "num_hidden_layers": self._model.num_layers,
+        }
+        for name, value in wanted.items():
+            if found[name] != value:
+                raise ConfigurationError(
+                    f"{service.name}: its {name} is {found[name]}, this recipe needs {value}; start it with `qarl "
+                    "serve` and this recipe"
+                )
+        self._max_model_len = min(self._max_model_len, int(found["max_model_len"]))
+        self._service = service
+        self._open_transport(found)
+
+    def _describe(self, service: Service) -> Mapping[str, Any]:
+        try:
+            return service.call("qarl_describe", {})[0]
+        except RunError as error:
+            raise ConfigurationError(
+                f"{service.name}: does not know qarl's calls; start it with `qarl serve` and this recipe ({error})"
+            ) from error
+
+    def _open_transport(self, found: Mapping[str, Any]) -> None:
+        workers = int(found["world_size"])
+        config = self._config
+        self._transport = transport(config.transport, config.folder, workers, config.timeout_s)
+
+    def _load_in_place(self, served: Snapshot) -> dict[str, float]:
+        """Send a version, and compare what every worker serves then with what was sent; seconds of the parts."""
+        assert self._transport is not None
+        message = self._transport.offer(served)
+        try:
+            reports = self._require_service().call("qarl_load", message)
+        finally:
+            self._transport.withdraw()
+        expected = digests(served.tensors)
+        assert combine(expected) == served.checksum, "the version changed while it was sent"
+        for report in reports:
+            self._compare(served.version, expected, report["digests"], int(report["rank"]))
+        return {part: float(seconds) for part, seconds in reports[0]["seconds"].items()}
+
+    def _compare(self, version: int, expected: Mapping[str, str], found: Mapping[str, str], rank: int) -> None:
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        if differing:
+            raise RunError(
+                f"weights of version {version}: worker {rank} of {self._require_service().name} serves another tensor "
+                f"{differing[0]} than was published, and {len(differing) - 1} more; the run cannot go on with it"
+            )
+
+    def _require_service(self) -> Service:
+        if self._service is None:
+            raise RunError("the engine serves no weights yet; load a snapshot before generating")
+        return self._service
+
+
+class _Watch:
+    """Follows one rollout: tells progress, asks whether to stop, and measures how busy the places were."""
+
+    def __init__(self, places: int, total: int, waiting: int, progress: Progress | None, stop: Stop | None) -> None:
+        self._places = places
+        self._total = total
+        self._waiting = waiting
+        self._progress = progress
+        self._stop = stop
+        self._unfinished = waiting
+        self._last = self._started = time.perf_counter()
+        self._busy = 0.0
+
+    def __call__(self, finished: int) -> bool:
+        now = time.perf_counter()
+        self._busy += (now - self._last) * min(self._unfinished, self._places) / max(self._places, 1)
+        self._last, self._unfinished = now, self._waiting - finished
+        done = self._total - self._unfinished
+        if self._progress is not None:
+            self._progress(done, self._total)
+        return self._stop is not None and self._stop(done, self._total)
+
+    def metrics(self) -> Metrics:
+        """`perf/bubble`, as the native engine's."""
+        seconds = self._last - self._started
+        return {"perf/bubble": Mean(seconds - self._busy, seconds or 1.0)}

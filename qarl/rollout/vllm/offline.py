@@ -1,0 +1,113 @@
+"""vLLM in processes of this run: its `LLM`, stepped here so that a rollout can be watched and stopped."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from qarl.errors import ConfigurationError, RunError
+from qarl.records import Sampling
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.vllm.launch import arguments, environment
+from qarl.rollout.vllm.service import Answer, Ask, Watch, sampling_params
+
+
+class Offline:
+    """vLLM on this machine, started from the model in `folder`; ConfigurationError where it cannot start."""
+
+    name = "vLLM"
+
+    def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int) -> None:
+        os.environ.update(environment(config))  # before vLLM is imported
+        import vllm
+
+        self._vllm = vllm
+        self._timeout = config.timeout_s
+        self._calls = 0
+        try:
+            self._llm = vllm.LLM(str(folder), **arguments(config, max_model_len))
+        except Exception as error:
+            raise ConfigurationError(f"vLLM does not start with this recipe: {error}; what it said is above") from error
+
+    def complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
+        engine = self._llm.llm_engine
+        self._calls += 1
+        answers = {f"{self._calls}/{index}": Answer() for index in range(len(asks))}
+        finished = 0
+
+        with self._watchdog() as heard:
+            for name, ask in zip(answers, asks, strict=True):
+                engine.add_request(name, {"prompt_token_ids": list(ask.token_ids)}, self._params(ask, sampling))
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                heard()
+                for output in outputs:
+                    answers[output.request_id].take(*_delta(output.outputs[0]))
+                done = sum(output.finished for output in outputs)
+                finished += done
+                if watch(finished):
+                    engine.abort_request([name for name, one in answers.items() if one.finish_reason == "aborted"])
+        return list(answers.values())
+
+    def call(self, method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        with self._watchdog():
+            return list(self._llm.collective_rpc(method, args=(json.dumps(message),)))
+
+    def forget(self) -> None:
+        with self._watchdog():
+            is_done = self._llm.reset_prefix_cache()
+        if not is_done:
+            raise RunError("vLLM did not drop its cached keys and values, of weights that are no longer served")
+
+    def _params(self, ask: Ask, sampling: Sampling) -> Any:
+        kind = self._vllm.sampling_params.RequestOutputKind.DELTA  # what there is of an aborted one is kept
+        return self._vllm.SamplingParams(**sampling_params(ask, sampling), output_kind=kind)
+
+    @contextmanager
+    def _watchdog(self) -> Iterator[Callable[[], None]]:
+        """What to call at every sign of life. RunError where vLLM dies inside, or is silent for too long: then it is
+        ended, so that what waits for it hears of its death.
+        """
+        heard, is_over, was_silent = Event(), Event(), Event()
+
+        def watch() -> None:
+            while heard.wait(self._timeout):
+                heard.clear()
+                if is_over.is_set():
+                    return
+            was_silent.set()
+            _end_processes()
+
+        def end() -> None:
+            is_over.set()
+            heard.set()
+
+        Thread(target=watch, daemon=True).start()
+        try:
+            yield heard.set
+        except Exception as error:
+            if was_silent.is_set():
+                raise RunError(
+                    f"vLLM gave no sign of life for {self._timeout:g} s (engine.timeout_s); it was ended"
+                ) from error
+            raise RunError(f"vLLM failed: {error or type(error).__name__}; what it said is above") from error
+        finally:
+            end()
+
+
+def _delta(output: Any) -> tuple[Sequence[int], list[float], str | None]:
+    """New tokens, their log-probabilities, and why it is finished, if it is."""
+    logprobs = [place[token].logprob for token, place in zip(output.token_ids, output.logprobs, strict=True)]
+    return output.token_ids, logprobs, output.finish_reason
+
+
+def _end_processes() -> None:
+    for process in multiprocessing.active_children():
+        if process.name.startswith(("EngineCore", "VllmWorker")):
+            process.kill()

@@ -1,0 +1,118 @@
+"""A vLLM server, over HTTP: tokens in and out.
+
+They are streamed, so that an aborted answer keeps what it has, and silence is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from qarl.errors import ConfigurationError, RunError
+from qarl.records import Sampling
+from qarl.rollout.vllm.service import Answer, Ask, Watch, sampling_params
+
+GENERATE, CALL, FORGET = "/inference/v1/generate", "/collective_rpc", "/reset_prefix_cache"
+
+DONE = "[DONE]"
+
+
+class Server:
+    """vLLM at a URL, started by `qarl serve`. ConfigurationError where nobody answers there."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.name = f"vLLM at {url}"
+        self._url = url.rstrip("/")
+        self._timeout = timeout_s
+        try:
+            httpx.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ConfigurationError(
+                f"engine.urls: no vLLM server answers at {url} ({error or type(error).__name__}); start one with `qarl "
+                "serve` and this recipe"
+            ) from error
+
+    def complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
+        return asyncio.run(self._complete(asks, sampling, watch))
+
+    def call(self, method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        found = self._post(CALL, {"method": method, "args": [json.dumps(message)]})
+        return list(found["results"])
+
+    def forget(self) -> None:
+        if not self._post(FORGET, {})["success"]:
+            raise RunError(f"{self.name} did not drop its cached keys and values, of weights that are no longer served")
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            answer = httpx.post(f"{self._url}{path}", json=body, timeout=self._timeout)
+        except httpx.HTTPError as error:
+            raise self._failure(error) from error
+        if answer.is_error:
+            raise RunError(
+                f"{self.name} refused {path}: {answer.status_code} {answer.text[:500]}; its own log says more"
+            )
+        return dict(answer.json())
+
+    async def _complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
+        answers = [Answer() for _ in asks]
+        enough, finished = asyncio.Event(), 0
+
+        def heard(answer: Answer) -> None:
+            nonlocal finished
+            finished += answer.finish_reason != "aborted"
+            if watch(finished):
+                enough.set()
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=self._timeout, limits=limits) as client:
+            streams = [
+                self._one(client, ask, sampling, answer, heard) for ask, answer in zip(asks, answers, strict=True)
+            ]
+            everyone: asyncio.Future[Any] = asyncio.gather(*streams)
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(enough.wait())
+            try:
+                await asyncio.wait([everyone, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if everyone.done():
+                    everyone.result()
+            except httpx.HTTPError as error:
+                raise self._failure(error) from error
+            finally:  # the server aborts what nobody listens to any more
+                for task in (everyone, stopped):
+                    task.cancel()
+                await asyncio.gather(everyone, stopped, return_exceptions=True)
+        return answers
+
+    async def _one(
+        self, client: httpx.AsyncClient, ask: Ask, sampling: Sampling, answer: Answer, heard: Callable[[Answer], None]
+    ) -> None:
+        body = {"token_ids": list(ask.token_ids), "sampling_params": sampling_params(ask, sampling), "stream": True}
+        async with client.stream("POST", GENERATE, json=body) as response:
+            if response.is_error:
+                text = (await response.aread()).decode(errors="replace")
+                raise RunError(f"{self.name} refused to generate: {response.status_code} {text[:500]}")
+            async for event in _events(response):
+                if "error" in event:
+                    raise RunError(f"{self.name} failed while it generated: {event['error']}; its own log says more")
+                for choice in event["choices"]:
+                    content = (choice["logprobs"] or {"content": []})["content"]
+                    answer.take(choice["token_ids"] or [], [one["logprob"] for one in content], choice["finish_reason"])
+                heard(answer)
+        if answer.finish_reason == "aborted":
+            raise RunError(f"{self.name} ended a completion before it was finished; its own log says why")
+
+    def _failure(self, error: httpx.HTTPError) -> RunError:
+        if isinstance(error, httpx.TimeoutException):
+            return RunError(f"{self.name} gave no sign of life for {self._timeout:g} s (engine.timeout_s)")
+        return RunError(f"{self.name} is lost: {error or type(error).__name__}")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and (text := line.removeprefix("data: ")) != DONE:
+            yield json.loads(text)

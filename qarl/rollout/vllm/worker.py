@@ -1,0 +1,70 @@
+"""What vLLM's workers learn from us: to take a published version in place, and to tell what they serve of it.
+
+vLLM imports this in its own processes (`worker_extension_cls`) and mixes the class into its worker.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import vllm
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from qarl.rollout.vllm import repairs
+from qarl.rollout.vllm.served import served
+from qarl.sync.checksum import digests
+from qarl.sync.compressed_tensors import stored
+from qarl.sync.transport import receive
+
+repairs.apply()
+
+
+class Worker:
+    """Mixed into vLLM's worker, whose `model_runner`, `vllm_config` and `rank` are used. Messages are JSON texts."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+
+    def qarl_describe(self, _: str) -> dict[str, Any]:
+        """What a client must know before it trusts this server."""
+        config = self.vllm_config
+        model = config.model_config.hf_config
+        return {
+            "vllm": vllm.__version__,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "vocab_size": model.vocab_size,
+            "max_model_len": config.model_config.max_model_len,
+            "world_size": config.parallel_config.world_size,
+            "device": config.device_config.device_type,
+            "hidden_size": model.hidden_size,
+            "num_hidden_layers": model.num_hidden_layers,
+        }
+
+    def qarl_load(self, message: str) -> dict[str, Any]:
+        """Serve the version that the message tells how to receive, by vLLM's own reload, in place; then read it back.
+
+        Returns a digest of every tensor as it is served now.
+        """
+        started = time.perf_counter()
+        snapshot = receive(json.loads(message), self.rank)
+        received = time.perf_counter()
+        weights = stored(snapshot.tensors, snapshot.schemes)
+        # As when vLLM loads a model: its kernels take the type of their outputs from here.
+        with set_default_torch_dtype(self.vllm_config.model_config.dtype):
+            self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+            repairs.after_reload(self.model_runner.get_model())
+        loaded = time.perf_counter()
+        found = digests(served(self.model_runner.get_model(), snapshot.tensors, snapshot.schemes))
+        return {
+            "rank": self.rank,
+            "digests": found,
+            "seconds": {
+                "receive": received - started,
+                "load": loaded - received,
+                "read_back": time.perf_counter() - loaded,
+            },
+        }

@@ -1,0 +1,52 @@
+"""`qarl serve`: this process becomes the vLLM server that a recipe's runs expect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from qarl.build import model_of, scheme_plan
+from qarl.errors import ConfigurationError
+from qarl.models.decoder import Decoder
+from qarl.recipe import Recipe
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.vllm.launch import as_served, command_line, environment, require_vllm, write_model
+from qarl.sync.snapshot import take_snapshot
+
+CACHE = Path("~/.cache/qarl/served")
+"""Where the models lie that servers start from, by the checksum of their tensors."""
+
+
+def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> NoReturn:
+    """Write the recipe's model as vLLM reads it, unless it is there already, and go on as vLLM's server.
+
+    ConfigurationError for another engine than vLLM, or where vLLM is absent.
+    """
+    config = recipe.engine
+    if not isinstance(config, VllmEngineConfig):
+        raise ConfigurationError(f"engine.type = '{config.type}': only vLLM can be served; set engine.type = 'vllm'")
+    require_vllm()
+    folder = _write(recipe, config)
+    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
+    command = command_line(folder, config, longest, host, port)
+    say(f"serving {folder} on http://{host}:{port}")
+    # Only so does vLLM's server take calls to its workers; they can change weights, so let nobody else reach it.
+    os.execve(command[0], command, {**os.environ, **environment(config), "VLLM_SERVER_DEV_MODE": "1"})
+
+
+def _write(recipe: Recipe, config: VllmEngineConfig) -> Path:
+    model = model_of(recipe)
+    schemes = scheme_plan(model, recipe.scheme, recipe.quant, config)
+    with torch.device("meta"):
+        decoder = Decoder(model.config, model.sampleable)
+    decoder.assign(model.tensors, requires_grad=False)
+    snapshot = take_snapshot(decoder, schemes.quantized, 0)
+    served = as_served(snapshot, model.sampleable, getattr(torch, config.dtype))
+    folder = CACHE.expanduser() / served.checksum[:32]
+    if not folder.exists():
+        write_model(folder, model.config, served, model.stop_token_ids)
+    return folder
