@@ -6,6 +6,7 @@ that a disagreement points at its layer. Shape letters: B sequences, T tokens, D
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from qarl.recipe import parse_recipe
 from qarl.records import Completion, Group, Sampling
 from qarl.rollout.native import NativeEngine, Rollout
 from qarl.rollout.request import Progress, Request, make_requests
+from qarl.rollout.vllm.engine import VllmEngine
 
 LENGTHS = (32, 128, 512)
 """Completion lengths that rounds of sampling take in turn; none stops early, so that all are reached."""
@@ -36,16 +38,30 @@ GROUPS, GROUP_SIZE = 4, 4
 
 @dataclass(slots=True)
 class LayerGap:
-    """How far one layer's outputs are apart over the decoded tokens."""
+    """How far one layer's outputs are apart over the compared tokens."""
 
     max_abs: float = 0.0
     equal: int = 0
     elements: int = 0
+    squares_apart: float = 0.0
+    squares: float = 0.0
 
     def add(self, engine_BD: Tensor, learner_BD: Tensor) -> None:
-        self.max_abs = max(self.max_abs, float((engine_BD - learner_BD).abs().max()))
+        apart = engine_BD - learner_BD
+        self.max_abs = max(self.max_abs, float(apart.abs().max()))
         self.equal += int((engine_BD == learner_BD).sum())
         self.elements += engine_BD.numel()
+        self.squares_apart += float(apart.double().square().sum())
+        self.squares += float(learner_BD.double().square().sum())
+
+    def report(self, layer: int) -> dict[str, Any]:
+        """A row of `per_layer`; `relative_error` is the difference's 2-norm over that of the learner's outputs."""
+        return {
+            "layer": layer,
+            "max_abs_diff": self.max_abs,
+            "bit_equal_fraction": self.equal / self.elements if self.elements else 1.0,
+            "relative_error": math.sqrt(self.squares_apart / self.squares) if self.squares else 0.0,
+        }
 
 
 @dataclass(slots=True)
@@ -59,34 +75,41 @@ class Findings:
 
 
 def align(
-    model: str, scheme: str, tokens: int, kv: str, alignment: str, progress: Progress | None = None
+    model: str,
+    scheme: str,
+    tokens: int,
+    engine_config: Mapping[str, Any],
+    alignment: str,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compare at least `tokens` sampled tokens; returns the contract's keys, `per_layer` in the order of the layers.
 
-    `level` is what was measured: `exact` when every log-probability has the same bits, else `codes`; `none` where
-    that alignment was asked for.
+    `engine_config` is a recipe's `engine`. `level` is what was measured: `exact` when every log-probability has the
+    same bits, else `codes`; `none` where that alignment was asked for.
     """
-    system = build(parse_recipe(_recipe(model, scheme, kv, alignment), "command line"))
+    system = build(parse_recipe(_recipe(model, scheme, engine_config, alignment), "command line"))
     engine, learner = system.cast.engine, system.cast.learner
-    assert isinstance(engine, NativeEngine) and isinstance(learner, LocalLearner)
+    assert isinstance(engine, NativeEngine | VllmEngine) and isinstance(learner, LocalLearner)
     engine.load(learner.publish())
     findings = Findings([LayerGap() for _ in learner.decoder.layers])
     step = 0
     while findings.tokens < tokens:
-        for group in _sample(system, engine, LENGTHS[step % len(LENGTHS)], step, tokens - findings.tokens):
+        for group in _sample(system, LENGTHS[step % len(LENGTHS)], step, tokens - findings.tokens):
             _compare(engine, learner, group, findings)
             if progress is not None:
                 progress(min(findings.tokens, tokens), tokens)
         step += 1
-    return _report(findings, alignment)
+    return _report(findings, alignment) | {"engine": engine_config["type"]}
 
 
 def broken_promise(found: Mapping[str, Any]) -> str | None:
     """What to say when an answer of `align` falls short of what is promised, else None.
 
-    With the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs may depend on
-    the batch, and `codes` is the truth.
+    With our engine and the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs
+    may depend on the batch, and `codes` is the truth; so it is with another engine.
     """
+    if found["engine"] != "native":
+        return None
     layers = [row["layer"] for row in found["per_layer"] if row["bit_equal_fraction"] < 1.0]
     is_exact = found["level"] == "exact"
     if not kernels().exact_matmul or found["level"] == "none" or (is_exact and not layers):
@@ -103,7 +126,8 @@ def broken_promise(found: Mapping[str, Any]) -> str | None:
     return f"{logprobs}; {place}. A fault of the kernels on this machine: please report it with what `qarl doctor` says"
 
 
-def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:
+def _recipe(model: str, scheme: str, engine_config: Mapping[str, Any], alignment: str) -> dict[str, Any]:
+    is_native = engine_config["type"] == "native"
     return {
         "model": model,
         "scheme": scheme,
@@ -111,16 +135,18 @@ def _recipe(model: str, scheme: str, kv: str, alignment: str) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "prompts": {"type": "arithmetic", "maximum": 999},
         "rewards": [{"type": "answer"}],
-        "engine": {"type": "native", "kv_cache": kv},
+        "engine": dict(engine_config),
         "learner": {"micro_batch_tokens": 2 * GROUP_SIZE * LENGTHS[-1]},  # a group in one piece: it is replayed as one
-        # Only so that the model's context is not asked for more than it has; rounds set their own length.
-        "sampling": {"max_new_tokens": LENGTHS[0]},
+        # Rounds set their own length: for our engine what any context has, while vLLM is told the longest.
+        "sampling": {"max_new_tokens": LENGTHS[0 if is_native else -1]},
     }
 
 
-def _sample(system: System, engine: NativeEngine, length: int, step: int, wanted: int) -> list[Group]:
+def _sample(system: System, length: int, step: int, wanted: int) -> list[Group]:
+    engine, learner = system.cast.engine, system.cast.learner
+    assert isinstance(learner, LocalLearner)
     prompts = system.cast.prompts.take(step, GROUPS)
-    room = engine.decoder.config.max_position_embeddings - max(len(p.token_ids) for p in prompts)
+    room = learner.decoder.config.max_position_embeddings - max(len(p.token_ids) for p in prompts)
     length = min(length, room)
     needed = -(-wanted // (length * GROUP_SIZE))
     sampling = Sampling(temperature=1.0, max_new_tokens=length, stop_token_ids=())
@@ -128,7 +154,7 @@ def _sample(system: System, engine: NativeEngine, length: int, step: int, wanted
 
 
 @torch.no_grad()
-def _compare(engine: NativeEngine, learner: LocalLearner, group: Group, findings: Findings) -> None:
+def _compare(engine: NativeEngine | VllmEngine, learner: LocalLearner, group: Group, findings: Findings) -> None:
     samples = tuple(Sample(completion, 0.0) for completion in group.completions)
     budget = learner.config.micro_batch_tokens
     for micro, share in _micro_batches(Share(group.prompt, samples), budget):
@@ -138,7 +164,10 @@ def _compare(engine: NativeEngine, learner: LocalLearner, group: Group, findings
         findings.mismatch.append(mismatch_metrics(scored, micro.engine_BL[micro.mask_BL]))
         best = _argmax(learner.decoder, outputs_LTD[-1][micro.scored_rows_S], learner.config.head_chunk_tokens)
         completions = [sample.completion for sample in share.samples]
-        _Replay(engine, share, completions, outputs_LTD, micro, best, findings).run()
+        if isinstance(engine, VllmEngine):
+            _compare_vllm(engine, share, completions, outputs_LTD, micro, best, findings)
+        else:
+            _Replay(engine, share, completions, outputs_LTD, micro, best, findings).run()
         findings.tokens += len(micro.targets_S)
 
 
@@ -173,6 +202,27 @@ def _layer_outputs(decoder: Decoder) -> Iterator[list[Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _compare_vllm(
+    engine: VllmEngine,
+    share: Share,
+    completions: Sequence[Completion],
+    learner_LTD: Sequence[Tensor],
+    micro: MicroBatch,
+    learner_argmax_S: Tensor,
+    findings: Findings,
+) -> None:
+    """Let vLLM compute every completion again with its prompt, in one forward, and compare what its layers give."""
+    counts, prompt = [len(completion) for completion in completions], share.prompt.token_ids
+    for completion, rows, best in zip(
+        completions, micro.scored_rows_S.split(counts), learner_argmax_S.split(counts), strict=True
+    ):
+        engine_LTD, engine_best_T = engine.layer_outputs([*prompt, *completion.token_ids[:-1].tolist()])
+        scored = slice(len(prompt) - 1, None)
+        for gap, engine_TD, learner_TD in zip(findings.layers, engine_LTD, learner_LTD, strict=True):
+            gap.add(engine_TD[scored], learner_TD[rows])
+        findings.argmax_flips += int((engine_best_T[scored] != best).sum())
 
 
 class _Replay(Rollout):
@@ -234,12 +284,5 @@ def _report(findings: Findings, alignment: str) -> dict[str, Any]:
         "k3_kl": measured["mismatch/k3"],
         "bit_equal_fraction": equal,
         "argmax_flips": findings.argmax_flips,
-        "per_layer": [
-            {
-                "layer": i,
-                "max_abs_diff": gap.max_abs,
-                "bit_equal_fraction": gap.equal / gap.elements if gap.elements else 1.0,
-            }
-            for i, gap in enumerate(findings.layers)
-        ],
+        "per_layer": [gap.report(layer) for layer, gap in enumerate(findings.layers)],
     }

@@ -58,7 +58,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
-    engine = engine_of(recipe, model, renderer, stops, progress)
+    engine = engine_of(recipe, model, renderer, progress)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
@@ -122,7 +122,7 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
 
 
 def engine_of(
-    recipe: Recipe, model: LoadedModel, renderer: Renderer, stops: tuple[int, ...], progress: Progress | None = None
+    recipe: Recipe, model: LoadedModel, renderer: Renderer, progress: Progress | None = None
 ) -> NativeEngine | VllmEngine:
     """The recipe's engine, in this process or on a server; it serves nothing until it is given weights."""
     config = recipe.engine
@@ -130,7 +130,7 @@ def engine_of(
         return NativeEngine(config, model.config, model.sampleable, renderer.decode, progress)
     longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
     url = config.urls[0] if config.urls else None
-    return VllmEngine(config, url, model.config, model.sampleable, longest, renderer.decode, stops, progress)
+    return VllmEngine(config, url, model.config, model.sampleable, longest, renderer.decode, progress)
 
 
 def scheme_plan(

@@ -120,21 +120,35 @@ def align(
     /,
     *,
     scheme: Scheme,
-    engine: Annotated[Literal["native"], Parameter(help="The engine to compare the learner with.")] = "native",
+    engine: Annotated[Literal["native", "vllm"], Parameter(help="The engine to compare the learner with.")] = "native",
     tokens: Annotated[Count, Parameter(help="How many sampled tokens to compare, at least.")] = 5000,
     kv_cache: KvCache = "fp32",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        Parameter(help="Of what vLLM does not quantize, by default bfloat16."),
+    ] = None,
     alignment: Alignment = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure how far engine and learner disagree, token by token and layer by layer."""
     from qarl import align
 
-    assert engine == "native", "the only engine so far"
-    found = align.align(model, scheme, tokens, kv_cache, alignment, _say_count)
+    found = align.align(model, scheme, tokens, _engine_table(engine, kv_cache, dtype), alignment, _say_count)
     _answer(found, as_json)
     reason = align.broken_promise(found)
     if reason is not None:
         raise RunError(reason)
+
+
+def _engine_table(engine: str, kv_cache: str, dtype: str | None) -> dict[str, str]:
+    """A recipe's `engine`; ConfigurationError for an option that this one has no use for."""
+    if engine == "native":
+        if dtype is not None:
+            raise ConfigurationError(f"--dtype {dtype}: our own engine computes in float32; it is for --engine vllm")
+        return {"type": engine, "kv_cache": kv_cache}
+    if kv_cache != "fp32":
+        raise ConfigurationError(f"--kv-cache {kv_cache}: vLLM has no such cache; it is for --engine native")
+    return {"type": engine, "dtype": dtype or "bfloat16"}
 
 
 @app.command

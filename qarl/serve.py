@@ -46,7 +46,7 @@ def _write(recipe: Recipe, config: VllmEngineConfig) -> Path:
     decoder.assign(model.tensors, requires_grad=False)
     snapshot = take_snapshot(decoder, schemes.quantized, 0)
     served = as_served(snapshot, model.sampleable, getattr(torch, config.dtype))
-    folder = CACHE.expanduser() / served.checksum[:32]
+    folder = CACHE.expanduser() / f"{served.checksum[:32]}-{config.head_dtype}"
     if not folder.exists():
-        write_model(folder, model.config, served, model.stop_token_ids)
+        write_model(folder, model.config, served, config.head_dtype)
     return folder

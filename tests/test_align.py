@@ -30,6 +30,8 @@ KEYS = (
 )
 """What other programs read from `qarl align --json`."""
 
+FP32 = {"type": "native", "kv_cache": "fp32"}
+
 needs_c_kernels = pytest.mark.skipif(not kernels().exact_matmul, reason="`exact` needs the C kernels")
 
 
@@ -59,7 +61,7 @@ class Nudged(CpuKernels):
 def test_layers_are_compared_as_they_were_not_as_later_ones_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's memory is used again two layers later."""
     monkeypatch.setattr(names, "TINY_CONFIG", replace(TINY_CONFIG, num_layers=5))
-    found = align("tiny", "w8a8-int8", 1, "fp32", "auto")
+    found = align("tiny", "w8a8-int8", 1, FP32, "auto")
     assert [row["bit_equal_fraction"] for row in found["per_layer"]] == [1.0] * 5
 
 
@@ -75,7 +77,7 @@ def test_equal_logprobs_of_other_hidden_states_are_no_good_answer() -> None:
 @needs_c_kernels
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_exact(scheme: str) -> None:
-    found = align("tiny", scheme, 1, "fp32", "auto")
+    found = align("tiny", scheme, 1, FP32, "auto")
     assert tuple(found) == KEYS
     assert found["level"] == "exact"
     assert (found["max_abs_logprob_diff"], found["mean_abs_logprob_diff"], found["k3_kl"]) == (0.0, 0.0, 0.0)
@@ -87,15 +89,15 @@ def test_every_scheme_is_exact(scheme: str) -> None:
 
 def test_tokens_are_at_least_as_many_as_asked_for() -> None:
     told: list[tuple[int, int]] = []
-    found = align("tiny", "w8a8-int8", 600, "fp32", "auto", lambda done, total: told.append((done, total)))
+    found = align("tiny", "w8a8-int8", 600, FP32, "auto", lambda done, total: told.append((done, total)))
     # Four prompts of four completions of 32 tokens, then one prompt of four completions of 128.
     assert found["tokens"] == 4 * 4 * 32 + 4 * 128
     assert told == [(128, 600), (256, 600), (384, 600), (512, 600), (600, 600)]
-    assert align("tiny", "w8a8-int8", 100, "fp32", "auto")["tokens"] == 4 * 32
+    assert align("tiny", "w8a8-int8", 100, FP32, "auto")["tokens"] == 4 * 32
 
 
 def test_an_unaligned_learner_is_apart_from_the_first_layer_on() -> None:
-    found = align("tiny", "w8a8-int8", 100, "fp32", "none")
+    found = align("tiny", "w8a8-int8", 100, FP32, "none")
     assert found["level"] == "none"
     assert found["bit_equal_fraction"] < 0.1
     assert 0.0 < found["mean_abs_logprob_diff"] <= found["max_abs_logprob_diff"] < 1.0
@@ -105,7 +107,7 @@ def test_an_unaligned_learner_is_apart_from_the_first_layer_on() -> None:
 
 
 def test_a_full_precision_engine_needs_no_alignment() -> None:
-    found = align("tiny", "none", 100, "fp32", "none")
+    found = align("tiny", "none", 100, FP32, "none")
     assert found["level"] == "none"
     assert found["max_abs_logprob_diff"] == 0.0 or not kernels().exact_matmul
 
@@ -114,7 +116,7 @@ def test_a_full_precision_engine_needs_no_alignment() -> None:
 @pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
 def test_a_last_bit_that_differs_is_seen_and_found_in_its_layer(scheme: str) -> None:
     with using(Nudged(layer=1)):
-        found = align("tiny", scheme, 100, "fp32", "auto")
+        found = align("tiny", scheme, 100, FP32, "auto")
         reason = broken_promise(found)
     assert found["level"] == "codes"
     assert found["bit_equal_fraction"] < 1.0
@@ -128,7 +130,7 @@ def test_a_last_bit_that_differs_is_seen_and_found_in_its_layer(scheme: str) -> 
 @needs_c_kernels
 def test_the_first_layer_that_differs_is_named_though_later_ones_follow() -> None:
     with using(Nudged(layer=0)):
-        reason = broken_promise(align("tiny", "none", 100, "fp32", "auto"))
+        reason = broken_promise(align("tiny", "none", 100, FP32, "auto"))
     assert reason is not None and "layer 0 is the first to differ" in reason
 
 

@@ -58,6 +58,10 @@ class VllmEngineConfig(Config):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Type of what is not quantized, and of activations between products."
     )
+    head_dtype: Literal["float32", "model"] = Field(
+        "float32",
+        description="Type of logits; model: that of `dtype`. In bfloat16, large ones are rounded to steps of 0.125.",
+    )
     kv_bytes: int = Field(1 << 30, ge=1 << 20, description="Bytes of the key/value cache, on each device.")
     max_concurrency: int = Field(256, ge=1, description="Most completions decoded at a time.")
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one copy of the model.")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Mean, Metrics
@@ -43,7 +45,6 @@ class VllmEngine:
         vocab_size: int,
         max_model_len: int,
         decode: Callable[[Sequence[int]], str],
-        stop_token_ids: tuple[int, ...],
         progress: Progress | None = None,
     ) -> None:
         self.version = -1
@@ -52,7 +53,6 @@ class VllmEngine:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._decode = decode
-        self._stop_token_ids = stop_token_ids
         self._progress = progress
         self._service: Service | None = None
         self._transport: Transport | None = None
@@ -119,8 +119,23 @@ class VllmEngine:
             if len(prompt.token_ids) + sampling.max_new_tokens > self._max_model_len:
                 raise ConfigurationError(
                     f"prompt {prompt.id}: {len(prompt.token_ids)} prompt tokens + sampling.max_new_tokens = "
-                    f"{sampling.max_new_tokens} exceed vLLM's context of {self._max_model_len}; shorten one of them"
+                    f"{sampling.max_new_tokens} exceed vLLM's {self._max_model_len}; shorten one of them"
                 )
+
+    def layer_outputs(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states after every layer [L, T, D] and the likeliest next tokens [T], of one sequence computed at once.
+
+        For vLLM that is not compiled and shares this host's files.
+        """
+        service = self._require_service()
+        service.forget()  # what is cached is not computed again
+        with tempfile.TemporaryDirectory(prefix="qarl-layers-") as folder:
+            message = {"file": str(Path(folder) / "outputs.safetensors")}
+            service.call("qarl_watch", {})
+            service.complete([Ask(token_ids, 1, 0)], Sampling(1.0, 1), lambda finished: False)
+            service.call("qarl_watched", message)
+            found = load_file(message["file"])
+        return found["layers"][:, : len(token_ids)], found["best"][: len(token_ids)]
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -158,7 +173,7 @@ class VllmEngine:
 
         with tempfile.TemporaryDirectory(prefix="qarl-vllm-") as home:
             folder = Path(home) / "model"
-            write_model(folder, self._model, served, self._stop_token_ids)
+            write_model(folder, self._model, served, self._config.head_dtype)
             log.info("starting vLLM")
             self._service = Offline(folder, self._config, self._max_model_len)
         self._open_transport(self._describe(self._service))
@@ -171,6 +186,7 @@ class VllmEngine:
         check_version(str(found["vllm"]), service.name)
         wanted = {
             "dtype": self._config.dtype,
+            "head_dtype": self._config.dtype if self._config.head_dtype == "model" else "float32",
             "logprobs_mode": "processed_logprobs",
             "vocab_size": self._vocab_size,
             "hidden_size": self._model.hidden_size,

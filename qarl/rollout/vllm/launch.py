@@ -55,15 +55,15 @@ def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapsh
     return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
 
 
-def write_model(folder: Path, model: ModelConfig, served: Snapshot, stop_token_ids: tuple[int, ...]) -> None:
+def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: str) -> None:
     """The model that vLLM starts from: these tensors (see `as_served`) and their description; no tokenizer."""
     embeddings = served.tensors["model.embed_tokens.weight"]
     config = dataclasses.replace(model, vocab_size=len(embeddings))
     with torch.device("meta"):
         linears = [module for module, _ in Decoder(config).matrices()]
     also: dict[str, Any] = {QUANTIZATION_CONFIG: quantization_config(served.schemes, linears)} if served.schemes else {}
-    also["dtype"] = str(embeddings.dtype).removeprefix("torch.")
-    write_folder(folder, config, stored(served.tensors, served.schemes), None, stop_token_ids, also_in_config=also)
+    also |= {"dtype": str(embeddings.dtype).removeprefix("torch."), "head_dtype": head_dtype}
+    write_folder(folder, config, stored(served.tensors, served.schemes), None, (), also_in_config=also)
 
 
 def arguments(config: VllmEngineConfig, max_model_len: int) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qarl.quant import Scheme, scheme_named
 
@@ -33,7 +33,7 @@ class Part:
 
 
 @torch.no_grad()
-def served(model: nn.Module, received: Mapping[str, Tensor], schemes: Mapping[str, str]) -> dict[str, Tensor]:
+def served(model: Any, received: Mapping[str, Tensor], schemes: Mapping[str, str]) -> dict[str, Tensor]:
     """The tensors of `received` as this worker has them; what other workers hold is left as it was received.
 
     `received` holds codes as `<module>.weight`, scales, and floats in the type they are served in. A scale that the
@@ -42,7 +42,7 @@ def served(model: nn.Module, received: Mapping[str, Tensor], schemes: Mapping[st
     found = {name: tensor.clone() for name, tensor in received.items()}
     seen = set()
     for layer, parts in _layers(model):
-        dense = _dense(layer, layer.input_size_per_partition, layer.params_dtype).cpu()
+        dense = _dense(layer).cpu()
         for part in parts:
             name = f"{part.module}.weight"
             if part.module in schemes:
@@ -60,16 +60,15 @@ def served(model: nn.Module, received: Mapping[str, Tensor], schemes: Mapping[st
     return found
 
 
-def _check_head(model: nn.Module, found: dict[str, Tensor], received: Mapping[str, Tensor]) -> None:
-    """What the head multiplies with, where that is not what it was sent: it may be a copy of the embeddings."""
-    head = getattr(model, "lm_head", None)
-    if not isinstance(head, VocabParallelEmbedding):
-        return  # of another worker in a pipeline
+def _check_head(model: Any, found: dict[str, Tensor], received: Mapping[str, Tensor]) -> None:
+    """What logits are made with, where that is not what was sent: it may be a copy of the embeddings."""
     name = "lm_head.weight" if "lm_head.weight" in received else "model.embed_tokens.weight"
-    rows = slice(head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index)
-    product = _dense(head, head.embedding_dim, received[name].dtype)[: rows.stop - rows.start].cpu()
-    if not torch.equal(product, received[name][rows]):
-        found[name][rows] = product
+    sent = received[name]
+    device = _device(model)
+    pieces = [model.compute_logits(rows) for rows in _identity(sent.shape[1], sent.dtype, device)]
+    product = torch.cat(pieces).t().to(sent.dtype).cpu()
+    if not torch.equal(product, sent):
+        found[name].copy_(product)
 
 
 def _take_codes(found: dict[str, Tensor], part: Part, dense_NK: Tensor, scheme: Scheme) -> None:
@@ -86,14 +85,18 @@ def _take_codes(found: dict[str, Tensor], part: Part, dense_NK: Tensor, scheme: 
         scale.fill_(float("nan"))
 
 
-def _dense(layer: LinearBase | VocabParallelEmbedding, width: int, dtype: torch.dtype) -> Tensor:
+def _dense(layer: LinearBase) -> Tensor:
     """The weight that this layer multiplies with [N, K], without bias, in the type of its outputs."""
-    pieces = []
-    for first in range(0, width, ROWS_AT_A_TIME):
-        rows = torch.zeros(min(ROWS_AT_A_TIME, width - first), width, dtype=dtype, device=_device(layer))
+    rows = _identity(layer.input_size_per_partition, layer.params_dtype, _device(layer))
+    return torch.cat([layer.quant_method.apply(layer, some, None) for some in rows]).t()
+
+
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    """The rows of the identity matrix, some at a time."""
+    for first in range(0, size, ROWS_AT_A_TIME):
+        rows = torch.zeros(min(ROWS_AT_A_TIME, size - first), size, dtype=dtype, device=device)
         rows.diagonal(first).fill_(1)
-        pieces.append(layer.quant_method.apply(layer, rows, None))
-    return torch.cat(pieces).t()
+        yield rows
 
 
 def _device(layer: nn.Module) -> torch.device:

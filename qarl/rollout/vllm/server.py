@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
+import httpx2
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.records import Sampling
@@ -29,8 +29,8 @@ class Server:
         self._url = url.rstrip("/")
         self._timeout = timeout_s
         try:
-            httpx.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
-        except httpx.HTTPError as error:
+            httpx2.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
+        except httpx2.HTTPError as error:
             raise ConfigurationError(
                 f"engine.urls: no vLLM server answers at {url} ({error or type(error).__name__}); start one with `qarl "
                 "serve` and this recipe"
@@ -49,8 +49,8 @@ class Server:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            answer = httpx.post(f"{self._url}{path}", json=body, timeout=self._timeout)
-        except httpx.HTTPError as error:
+            answer = httpx2.post(f"{self._url}{path}", json=body, timeout=self._timeout)
+        except httpx2.HTTPError as error:
             raise self._failure(error) from error
         if answer.is_error:
             raise RunError(
@@ -68,8 +68,8 @@ class Server:
             if watch(finished):
                 enough.set()
 
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._url, timeout=self._timeout, limits=limits) as client:
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=self._url, timeout=self._timeout, limits=limits) as client:
             streams = [
                 self._one(client, ask, sampling, answer, heard) for ask, answer in zip(asks, answers, strict=True)
             ]
@@ -79,7 +79,7 @@ class Server:
                 await asyncio.wait([everyone, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if everyone.done():
                     everyone.result()
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 raise self._failure(error) from error
             finally:  # the server aborts what nobody listens to any more
                 for task in (everyone, stopped):
@@ -88,7 +88,7 @@ class Server:
         return answers
 
     async def _one(
-        self, client: httpx.AsyncClient, ask: Ask, sampling: Sampling, answer: Answer, heard: Callable[[Answer], None]
+        self, client: httpx2.AsyncClient, ask: Ask, sampling: Sampling, answer: Answer, heard: Callable[[Answer], None]
     ) -> None:
         body = {"token_ids": list(ask.token_ids), "sampling_params": sampling_params(ask, sampling), "stream": True}
         async with client.stream("POST", GENERATE, json=body) as response:
@@ -105,13 +105,13 @@ class Server:
         if answer.finish_reason == "aborted":
             raise RunError(f"{self.name} ended a completion before it was finished; its own log says why")
 
-    def _failure(self, error: httpx.HTTPError) -> RunError:
-        if isinstance(error, httpx.TimeoutException):
+    def _failure(self, error: httpx2.HTTPError) -> RunError:
+        if isinstance(error, httpx2.TimeoutException):
             return RunError(f"{self.name} gave no sign of life for {self._timeout:g} s (engine.timeout_s)")
         return RunError(f"{self.name} is lost: {error or type(error).__name__}")
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:
     """The JSON of server-sent events."""
     async for line in response.aiter_lines():
         if line.startswith("data: ") and (text := line.removeprefix("data: ")) != DONE:

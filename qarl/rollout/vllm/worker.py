@@ -10,9 +10,11 @@ import time
 from typing import Any
 
 import vllm
+from safetensors.torch import save_file
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.rollout.vllm import repairs
+from qarl.rollout.vllm.layers import LayerOutputs
 from qarl.rollout.vllm.served import served
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import stored
@@ -27,6 +29,7 @@ class Worker:
     model_runner: Any
     vllm_config: Any
     rank: int
+    _qarl_watched: LayerOutputs
 
     def qarl_describe(self, _: str) -> dict[str, Any]:
         """What a client must know before it trusts this server."""
@@ -35,6 +38,7 @@ class Worker:
         return {
             "vllm": vllm.__version__,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "head_dtype": str(config.model_config.head_dtype).removeprefix("torch."),
             "logprobs_mode": config.model_config.logprobs_mode,
             "vocab_size": model.vocab_size,
             "max_model_len": config.model_config.max_model_len,
@@ -43,6 +47,17 @@ class Worker:
             "hidden_size": model.hidden_size,
             "num_hidden_layers": model.num_hidden_layers,
         }
+
+    def qarl_watch(self, _: str) -> dict[str, Any]:
+        """Keep what every layer gives from now on, until it is asked for. Without compilation or graphs only."""
+        self._qarl_watched = LayerOutputs(self.model_runner.get_model())
+        return {}
+
+    def qarl_watched(self, message: str) -> dict[str, Any]:
+        """Write what was kept to the message's `file`, as safetensors."""
+        save_file(self._qarl_watched.take(), json.loads(message)["file"])
+        del self._qarl_watched
+        return {}
 
     def qarl_load(self, message: str) -> dict[str, Any]:
         """Serve the version that the message tells how to receive, by vLLM's own reload, in place; then read it back.
