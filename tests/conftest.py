@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from qarl.models.decoder import Decoder
 from qarl.models.names import random_weights
 from qarl.models.rope import RopeConfig
 from qarl.objectives import Reinforce
-from qarl.quant import QuantConfig, plan_schemes, scheme_named
+from qarl.quant import QuantConfig, Scheme, plan_schemes, scheme_named
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
 from qarl.roles import Objective
 from qarl.rollout.config import NativeEngineConfig
@@ -76,16 +76,17 @@ class Small:
         alignment: Any = "auto",
         rules: dict[str, str] | None = None,
         seed: int = 0,
+        schemes: Mapping[str, Scheme] | None = None,
         **config: Any,
     ) -> LocalLearner:
-        """Its rate is high enough for one step to move codes."""
+        """Its rate is high enough for one step to move codes; `schemes` stands for a plan of `scheme` and `rules`."""
         decoder = self.decoder(seed)
         plan = plan_schemes(decoder.matrices(), scheme_named(scheme), QuantConfig(rules=rules or {}))
         return LocalLearner(
             LearnerConfig(**{"lr": 3e-3, **config}),
             decoder,
             objective or Reinforce(),
-            plan.quantized,
+            plan.quantized if schemes is None else schemes,
             alignment,
             self.sampling.temperature,
             self.sampling.max_new_tokens,
@@ -121,21 +122,24 @@ class Small:
         return [torch.randn(len(group.completions), generator=generator) for group in groups]
 
 
+SMALL = Small(
+    ModelConfig(
+        family="llama",
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        rope=RopeConfig(),
+        tie_embeddings=True,
+    )
+)
+
+
 @pytest.fixture
 def small() -> Small:
     """A Llama of two layers with a tied head."""
-    return Small(
-        ModelConfig(
-            family="llama",
-            vocab_size=96,
-            hidden_size=128,
-            intermediate_size=128,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            max_position_embeddings=128,
-            rope=RopeConfig(),
-            tie_embeddings=True,
-        )
-    )
+    return SMALL

@@ -119,11 +119,11 @@ class VllmEngine:
             if len(prompt.token_ids) + sampling.max_new_tokens > self._max_model_len:
                 raise ConfigurationError(
                     f"prompt {prompt.id}: {len(prompt.token_ids)} prompt tokens + sampling.max_new_tokens = "
-                    f"{sampling.max_new_tokens} exceed vLLM's {self._max_model_len}; shorten one of them"
+                    f"{sampling.max_new_tokens} exceed vLLM's {self._max_model_len} here; shorten one"
                 )
 
     def layer_outputs(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states after every layer [L, T, D] and the likeliest next tokens [T], of one sequence computed at once.
+        """Hidden states after every layer [L, T, D] and the likeliest next tokens [T], of a sequence computed at once.
 
         For vLLM that is not compiled and shares this host's files.
         """
@@ -136,6 +136,12 @@ class VllmEngine:
             service.call("qarl_watched", message)
             found = load_file(message["file"])
         return found["layers"][:, : len(token_ids)], found["best"][: len(token_ids)]
+
+    def close(self) -> None:
+        """End vLLM where it is this engine's own."""
+        if self._service is not None:
+            self._service.close()
+            self._service = None
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -65,6 +65,9 @@ class Offline:
         if not is_done:
             raise RunError("vLLM did not drop its cached keys and values, of weights that are no longer served")
 
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
     def _params(self, ask: Ask, sampling: Sampling) -> Any:
         kind = self._vllm.sampling_params.RequestOutputKind.DELTA  # what there is of an aborted one is kept
         return self._vllm.SamplingParams(**sampling_params(ask, sampling), output_kind=kind)

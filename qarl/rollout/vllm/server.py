@@ -47,6 +47,9 @@ class Server:
         if not self._post(FORGET, {})["success"]:
             raise RunError(f"{self.name} did not drop its cached keys and values, of weights that are no longer served")
 
+    def close(self) -> None:
+        """Others may use it too."""
+
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             answer = httpx2.post(f"{self._url}{path}", json=body, timeout=self._timeout)

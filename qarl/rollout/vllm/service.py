@@ -64,6 +64,10 @@ class Service(Protocol):
         """Drop cached keys and values, which belong to the weights before."""
         ...
 
+    def close(self) -> None:
+        """End what was started here."""
+        ...
+
 
 def check_version(found: str, where: str) -> None:
     """ConfigurationError for a version of vLLM that this code has not been tried with."""
