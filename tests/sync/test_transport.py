@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.quant import SCHEMES, quantize
 from qarl.records import Snapshot
-from qarl.rollout.config import VllmEngineConfig
 from qarl.sync import transport as module
 from qarl.sync.checksum import checksum
 from qarl.sync.compressed_tensors import stored
@@ -175,19 +173,3 @@ def test_nor_does_a_receiver_wait_for_ever_for_another_one() -> None:
     with pytest.raises(RuntimeError):
         receive(message | {"size": 3}, 1)
     assert time.monotonic() - started < 10.0
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"transport": "disk"}, "transport = 'disk' with folder = '': set a folder for 'disk', and only then"),
-        ({"folder": "/data"}, "transport = 'memory' with folder = '/data'"),
-        ({"transport": "gloo", "folder": "/data"}, "transport = 'gloo' with folder = '/data'"),
-        ({"transport": "ucx"}, "Input should be 'memory', 'disk', 'gloo' or 'nccl'"),
-        ({"timeout_s": 0.0}, "greater than 0"),
-        ({"urls": ("http://a:1", "http://b:1", "http://a:1")}, "urls names a server twice"),
-    ],
-)
-def test_what_cannot_be_a_way_is_refused(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        VllmEngineConfig.model_validate(table)

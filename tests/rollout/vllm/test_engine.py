@@ -34,7 +34,7 @@ from qarl.rollout.vllm.service import Answer, Ask, Watch
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import FORMATS, stored
 from qarl.sync.snapshot import take_snapshot
-from qarl.sync.transport import receive
+from qarl.sync.transport import BroadcastTransport, receive
 
 LENGTHS = (5, 11, 7)
 SEED = (3, 8)
@@ -423,6 +423,20 @@ def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name
         match=rf"vLLM: its {name} is {found}, this recipe needs {needed}; start it with `qarl serve`",
     ):
         stage.engine(url="http://node1:8000")
+
+
+def test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[tuple[str, float]] = []
+
+    def connect(url: str, timeout_s: float) -> Pretended:
+        met.append((url, timeout_s))
+        return stage.service
+
+    monkeypatch.setattr(server, "Server", connect)
+    engine = stage.engine(stage.snapshot(), url="http://node1:8000", timeout_s=7.0, transport="gloo")
+    assert met == [("http://node1:8000", 7.0)]
+    assert isinstance(engine._transport, BroadcastTransport) and engine._transport._timeout == 7.0
+    assert stage.service.started_from == []
 
 
 def test_so_are_a_version_that_was_not_tried_and_a_server_that_is_not_ours(stage: Stage) -> None:

@@ -143,7 +143,12 @@ def test_answers_come_in_the_order_of_the_asks_whoever_is_first(vllm: Pretended)
         others[index].set()
 
     told: list[int] = []
-    answers = vllm.complete(last_first, asks=5, watch=lambda finished: bool(told.append(finished)))
+
+    def watch(finished: int) -> bool:
+        told.append(finished)
+        return False
+
+    answers = vllm.complete(last_first, asks=5, watch=watch)
     assert answers == [expected(index) for index in range(5)]
     assert told == sorted(told) and told[-1] == 5
 
@@ -294,7 +299,10 @@ def test_a_call_goes_to_every_worker_as_json(vllm: Pretended) -> None:
 
 
 def test_a_call_without_an_answer_ends_in_time(vllm: Pretended) -> None:
-    vllm.replies[CALL] = lambda talk, body: bool(vllm.over.wait()) and None
+    def silent(talk: Talk, body: dict[str, Any]) -> None:
+        vllm.over.wait()
+
+    vllm.replies[CALL] = silent
     with pytest.raises(RunError, match=rf"gave no sign of life for {SHORT:g} s \(engine\.timeout_s\)"):
         vllm.client(SHORT).call("qarl_load", {})
 
