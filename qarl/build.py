@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -142,8 +143,15 @@ def scheme_plan(
     if not isinstance(engine, VllmEngineConfig):
         return plan_schemes(matrices, scheme_named(scheme), exceptions)
     # vLLM has no head like the one that integer schemes have by default.
-    plan = plan_schemes(matrices, scheme_named(scheme), QuantConfig(rules={HEAD: "none"} | exceptions.rules))
+    is_ruled = any(fnmatchcase(HEAD, pattern) for pattern in exceptions.rules)
+    rules = exceptions.rules if is_ruled else {HEAD: "none"} | exceptions.rules
+    plan = plan_schemes(matrices, scheme_named(scheme), QuantConfig(rules=rules))
     for module, one in plan.quantized.items():
+        if module == HEAD:
+            raise ConfigurationError(
+                f"{HEAD}: scheme '{one.name}' with engine.type = 'vllm', which multiplies the head in full precision; "
+                f'in [quant.rules] let "{HEAD}" = "none" come last'
+            )
         if one.name not in FORMATS:
             raise ConfigurationError(
                 f"{module}: scheme '{one.name}' is none that engine.type = 'vllm' can serve; these are: none, "

@@ -52,6 +52,10 @@ FREE_TO_CHANGE = (
     "engine.kv_bytes",
     "engine.max_concurrency",
     "engine.prefill_tokens",
+    "engine.urls",
+    "engine.transport",
+    "engine.folder",
+    "engine.timeout_s",
 )
 """Keys that may differ when a run is resumed: they do not change what the steps before computed. So may `steps`, under
 a constant learning rate; other schedules stretch over them."""

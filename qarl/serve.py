@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from qarl.rollout.vllm.launch import as_served, command_line, environment, requi
 from qarl.sync.snapshot import take_snapshot
 
 CACHE = Path("~/.cache/qarl/served")
-"""Where the models lie that servers start from, by the checksum of their tensors."""
+"""Where the models lie that servers start from, by a digest of all that they are."""
 
 
 def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> NoReturn:
@@ -46,7 +47,8 @@ def _write(recipe: Recipe, config: VllmEngineConfig) -> Path:
     decoder.assign(model.tensors, requires_grad=False)
     snapshot = take_snapshot(decoder, schemes.quantized, 0)
     served = as_served(snapshot, model.sampleable, getattr(torch, config.dtype))
-    folder = CACHE.expanduser() / f"{served.checksum[:32]}-{config.head_dtype}"
+    whole = repr((served.checksum, served.schemes, model.config, config.head_dtype))
+    folder = CACHE.expanduser() / hashlib.sha256(whole.encode()).hexdigest()[:32]
     if not folder.exists():
         write_model(folder, model.config, served, config.head_dtype)
     return folder

@@ -1,16 +1,23 @@
 """Wiring: what a recipe asks for is what the parts are told."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
-from qarl.build import build
+from qarl import build as build_module
+from qarl.build import build, local_learner, model_of, scheme_plan
 from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels
+from qarl.quant import SchemePlan
 from qarl.recipe import Recipe, load_recipe
+from qarl.rollout.vllm import engine as vllm_engine
+from qarl.rollout.vllm import launch
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.sync.compressed_tensors import FORMATS
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
 
@@ -135,3 +142,94 @@ def test_rollouts_report_their_progress() -> None:
     system.cast.engine.load(system.cast.learner.publish())
     system.cast.engine.generate(system.cast.prompts.take(0, 2), 2, system.plan.sampling, (0, 0))
     assert told[-1] == (4, 4)
+
+
+VLLM = "--engine.type=vllm"
+
+
+def plan_of(*overrides: str) -> SchemePlan:
+    recipe = recipe_of(VLLM, *overrides)
+    return scheme_plan(model_of(recipe), recipe.scheme, recipe.quant, recipe.engine)
+
+
+@pytest.mark.parametrize("scheme", ["none", *FORMATS])
+def test_for_vllm_the_head_stays_whole_and_packed_scales_have_its_type(scheme: str) -> None:
+    plan = plan_of(f"--scheme={scheme}", "--engine.dtype=float16")
+    assert plan.choices["lm_head"].scheme.name == "none"
+    assert len(plan.quantized) == (0 if scheme == "none" else 14)
+    for one in plan.quantized.values():
+        assert one.weight is not None
+        assert one.weight.scale_dtype == (torch.float16 if one.packed else torch.float32)
+
+
+def test_without_vllm_the_plan_is_as_before() -> None:
+    recipe = recipe_of()
+    model = model_of(recipe)
+    plan = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
+    assert plan == scheme_plan(model, recipe.scheme, recipe.quant)
+    assert plan.choices["lm_head"].scheme.name == "w12a12-int12"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--scheme=w4a8-int8", r"q_proj: scheme 'w4a8-int8' is none that engine\.type = 'vllm' can serve; .* none,"),
+        ('--quant.rules."*.down_proj"=w12a12-int12', r"layers\.0\.mlp\.down_proj: scheme 'w12a12-int12' is none that"),
+        ("--quant.rules.lm_head=w8a8-int8", r"lm_head: scheme 'w8a8-int8' with .*, which multiplies the head in full"),
+        (
+            '--quant.rules."*"=fp8',
+            r'lm_head: scheme \'fp8\' with .*; in \[quant\.rules\] let "lm_head" = "none" come last',
+        ),
+    ],
+)
+def test_a_scheme_that_vllm_cannot_serve_is_refused_by_the_modules_name(override: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_of(override)
+
+
+def test_rules_that_leave_the_head_alone_are_followed() -> None:
+    plan = plan_of('--quant.rules={"*" = "fp8", "lm_head" = "none"}')
+    assert {scheme.name for scheme in plan.quantized.values()} == {"fp8"}
+    assert plan.choices["lm_head"].scheme.name == "none"
+    assert len(plan_of('--quant.rules."*.o_proj"=none').quantized) == 12
+
+
+def test_only_the_native_engine_shares_the_learners_kernels() -> None:
+    for overrides, shares in (((), True), ((VLLM,), False)):
+        recipe = recipe_of(*overrides)
+        model = model_of(recipe)
+        learner = local_learner(recipe, model, scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine))
+        assert learner.shares_kernels == shares
+        assert not learner.decoder.rounds_kv
+
+
+def test_a_run_on_vllm_says_how_far_it_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+    system = build(recipe_of(VLLM))
+    assert isinstance(system.cast.engine, VllmEngine)
+    assert (
+        "alignment auto: codes: vLLM multiplies the learner's codes and scales by kernels of its own; mismatch/* says "
+        "what is left" in system.account
+    )
+    assert "alignment none: none, as asked" in build(recipe_of(VLLM, "--alignment=none")).account
+
+
+def test_the_engine_gets_the_recipes_context_and_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(build_module, "VllmEngine", lambda *arguments: told.append(arguments))
+    recipe = recipe_of(VLLM, "--engine.urls=['http://node1:8000']", "--prompts.max_prompt_tokens=100")
+    model = model_of(recipe)
+    renderer = recipe.prompts.renderer(model.tokenizer)
+    build_module.engine_of(recipe, model, renderer, (258,))
+    assert told == [
+        (recipe.engine, "http://node1:8000", model.config, model.sampleable, 116, renderer.decode, (258,), None)
+    ]
+
+
+def test_without_vllm_a_run_on_it_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(launch, "version", missing)
+    with pytest.raises(ConfigurationError, match="vLLM is not installed"):
+        build(recipe_of(VLLM))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["bench", "rollout", "--kv-cache", "fp8"], "Choose from"),
         (["bench", "kernels", "--model", "tiny", "--context", "4096"], "--context 4096 exceeds the model's context of"),
         (["align", "tiny"], "--scheme requires an argument"),
+        (["serve"], "requires an argument"),
+        (["serve", "absent.toml"], "absent.toml: cannot be read"),
+        (["serve", SMOKE], "engine.type = 'native': only vLLM can be served; set engine.type = 'vllm'"),
+        (["serve", SMOKE, "--port", "0"], "Must be >= 1"),
+        (["serve", SMOKE, "--engine.type=vllm", "--engine.dtyp=x"], "unknown key; did you mean 'dtype'?"),
     ],
 )
 def test_misuse_is_exit_code_2_and_one_line(
@@ -177,3 +183,16 @@ def test_a_table_has_text_to_the_left_and_numbers_to_the_right() -> None:
         "norm         12.35      -",
         "head GEMM  3456789    0.5",
     ]
+
+
+def test_serve_hands_on_the_recipe_and_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("qarl.serve.serve", lambda *arguments: told.append(arguments))
+    assert (
+        run(["serve", SMOKE, "--engine.type=vllm", "--host", "0.0.0.0", "--port", "8123", "--engine.dtype=float32"])
+        == 0
+    )
+    assert run(["serve", SMOKE, "--engine.type=vllm"]) == 0
+    recipe, host, port, _ = told[0]
+    assert (recipe.engine.type, recipe.engine.dtype, host, port) == ("vllm", "float32", "0.0.0.0", 8123)
+    assert told[1][1:3] == ("127.0.0.1", 8000)

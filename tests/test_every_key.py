@@ -34,8 +34,11 @@ from qarl.models.tokenizer import byte_tokenizer
 from qarl.recipe import Recipe, parse_overrides, parse_recipe
 from qarl.records import Completion, Group, LossInputs, Prompt, Sampling
 from qarl.rewards import Scorer
+from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.native import NativeEngine
+from qarl.rollout.vllm.launch import command_line
 from qarl.run import open_run, train
+from qarl.sync.transport import FolderTransport, transport
 from qarl.tracking.console import Console
 from qarl.tracking.jsonl import read_lines
 
@@ -134,7 +137,16 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
     "sampling.temperature": trial("0.5"),
     "sampling.max_new_tokens": trial("5"),
     "sampling.max_rounds": trial("2", given="--rewards.1.weight=0", look="left"),
-    "engine.kv_bytes": trial("65536"),
+    "engine.type": trial("vllm"),
+    "engine.native.kv_bytes": trial("65536"),
+    "engine.vllm.dtype": trial("float16", "float32"),
+    "engine.vllm.kv_bytes": trial("1048576"),
+    "engine.vllm.max_concurrency": trial("7"),
+    "engine.vllm.tensor_parallel": trial("2"),
+    "engine.vllm.compiled": trial("true"),
+    "engine.vllm.transport": trial("gloo", "nccl") + trial("disk", given="--engine.folder=versions"),
+    "engine.vllm.folder": trial("other", given="--engine.transport=disk --engine.folder=versions"),
+    "engine.vllm.options": trial("{swap_space = 1}"),
     "learner.lr": trial("0.01"),
     "learner.updates_per_batch": trial("2"),
     "learner.micro_batch_tokens": trial("64"),
@@ -239,13 +251,21 @@ UNSEEN: dict[str, tuple[str, str]] = {
         "the formula's minimum never selects it, as its description says",
         "tests/objectives/test_tbpo.py::test_truth_table_of_values_and_gradients",
     ),
-    "engine.max_concurrency": (
+    "engine.native.max_concurrency": (
         "how the engine is run changes no bit of what it returns",
         "tests/rollout/test_native.py::test_how_the_engine_is_run_does_not_change_a_completion",
     ),
-    "engine.prefill_tokens": (
+    "engine.native.prefill_tokens": (
         "how the engine is run changes no bit of what it returns",
         "tests/rollout/test_native.py::test_how_the_engine_is_run_does_not_change_a_completion",
+    ),
+    "engine.vllm.urls": (
+        "needs a server",
+        "tests/rollout/vllm/test_engine.py::test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent",
+    ),
+    "engine.vllm.timeout_s": (
+        "needs a server that is silent",
+        "tests/rollout/vllm/test_engine.py::test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent",
     ),
     "learner.activation_checkpointing": (
         "saves memory and changes no bit",
@@ -327,6 +347,8 @@ def look_of(name: str, wanted: str) -> Look:
     table = name.split(".")[0]
     by_table = {"prompts": "asked", "rewards": "scored", "objective": "judged", "advantage": "learned"}
     by_table |= dict.fromkeys(("learner", "quant", "scheme", "alignment", "sampling", "engine"), "learned")
+    if name.startswith(("engine.type", "engine.vllm.")):
+        return LOOKS["served"]
     return LOOKS[wanted or by_table.get(table, "left")]
 
 
@@ -357,6 +379,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setitem(sys.modules, "datasets", stand_in_for_datasets(rows))
+        for name, module in stand_in_for_vllm().items():
+            patch.setitem(sys.modules, name, module)
         # Nobody looks at the picture or pulls the plug.
         patch.setattr("qarl.run.draw", lambda folder: folder)
         patch.setattr("os.fsync", lambda descriptor: None)
@@ -372,6 +396,19 @@ def stand_in_for_datasets(rows: list[dict[str, str]]) -> ModuleType:
     module = ModuleType("datasets")
     module.load_dataset = load_dataset
     return module
+
+
+def stand_in_for_vllm() -> dict[str, ModuleType]:
+    """The part of it that says which arguments its engine has."""
+
+    @dataclass
+    class EngineArgs:
+        swap_space: float = 4.0
+
+    names = ("vllm", "vllm.engine", "vllm.engine.arg_utils")
+    modules = {name: ModuleType(name) for name in names}
+    modules[names[-1]].EngineArgs = EngineArgs
+    return modules
 
 
 @pytest.mark.parametrize("name", LEAVES)
@@ -525,6 +562,16 @@ def shortened(group: Group) -> Group:
     )
 
 
+def served(recipe: Recipe) -> str:
+    """What vLLM would be started with, and by what way versions would reach it."""
+    engine = recipe.engine
+    if not isinstance(engine, VllmEngineConfig):
+        return "not by vLLM"
+    way = transport(engine.transport, engine.folder, 1, engine.timeout_s)
+    home = way._home.parent if isinstance(way, FolderTransport) else way._backend
+    return str([command_line(Path("model"), engine, 80, "host", 8000), type(way).__name__, str(home)])
+
+
 def left(recipe: Recipe) -> str:
     """What a whole run leaves in its folder, but for what a clock makes and the recipe itself."""
     folder = Path(f"run-{next(RUNS)}")
@@ -542,4 +589,11 @@ def left(recipe: Recipe) -> str:
 
 
 RUNS = itertools.count()
-LOOKS: dict[str, Look] = {"asked": asked, "scored": scored, "judged": judged, "learned": learned, "left": left}
+LOOKS: dict[str, Look] = {
+    "asked": asked,
+    "scored": scored,
+    "judged": judged,
+    "learned": learned,
+    "served": served,
+    "left": left,
+}

@@ -8,6 +8,7 @@ import pytest
 from qarl.errors import ConfigurationError
 from qarl.objectives import Grpo, Tbpo
 from qarl.recipe import Override, Recipe, changed_keys, load_recipe, parse_overrides, parse_recipe, to_toml
+from qarl.rollout.config import VllmEngineConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -121,6 +122,11 @@ def test_overrides_are_split_at_dots_outside_quotes() -> None:
             "prompts.eval_split holds questions out that nothing",
         ),
         ("--learner.lr=nan", "must be a finite number"),
+        ("--engine.type=vlm", "with the command line: engine: unknown type 'vlm'; did you mean 'vllm'?"),
+        ("--engine={type='vllm', kv_cache='int8'}", "command line: engine.kv_cache = 'int8': unknown key"),
+        ("--engine={type='vllm', transport='disk'}", "set a folder for 'disk', and only then"),
+        ("--engine={type='vllm', urls=['http://a', 'http://a']}", "urls names a server twice"),
+        ("--engine.urls=['http://a']", "command line: engine.urls = ['http://a']: unknown key"),
         ("steps=3", "steps=3: is no option"),
         ("--steps", "--steps: has no value"),
     ],
@@ -211,3 +217,10 @@ def test_sampling_again_is_refused_where_equal_groups_teach(small: Path) -> None
     said = refusal(small, "--sampling.max_rounds=3", "--advantage.type=none")
     assert "sampling.max_rounds = 3 with advantage.type = 'none': groups of equal rewards teach too" in said
     assert "set it to 1" in said
+
+
+def test_another_engine_starts_its_table_afresh_and_has_its_own_keys(small: Path) -> None:
+    small.write_text(SMALL + '[engine]\ntype = "native"\nkv_cache = "int8"\n')
+    recipe = load_recipe(small, ["--engine.type=vllm", "--engine.urls=['http://a:1', 'http://b:1']"])
+    assert recipe.engine == VllmEngineConfig(urls=("http://a:1", "http://b:1"))
+    assert parse_recipe(tomllib.loads(to_toml(recipe)), "resolved") == recipe

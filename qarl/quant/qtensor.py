@@ -73,6 +73,8 @@ def quantize_rows(
     if not bool(amax.isfinite().all()):
         raise RunError(f"{name}: non-finite values in {_first_bad_row(amax)}; they cannot be quantized")
     scale, factor = scale_and_inverse(amax, number_format.largest, scale_dtype)
+    if scale_dtype == torch.float16 and not bool(scale.isfinite().all()):
+        raise RunError(f"{name}: values too large for scales in float16 in {_first_bad_row(scale)}")
     return number_format.round_to_grid(x * factor.unsqueeze(-1)), scale
 
 

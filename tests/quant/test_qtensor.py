@@ -102,6 +102,53 @@ def test_any_row_is_idempotent_and_within_its_formats_error(
     assert ((back.double() - x.double()).abs() <= bound * (1 + SLACK) + x.double().abs() * SLACK).all()
 
 
+W4A16_G32 = SCHEMES["w4a16-g32"]
+
+
+def test_a_group_whose_scale_is_kept_in_bfloat16_worked_by_hand() -> None:
+    # amax 7.05: the scale 7.05 / 7 = 1.00714 is 1 + 1/128 in bfloat16, and 3.52 / that is 3.4927, below the half that
+    # 3.52 / 1.00714 = 3.495 is near too; 0.5037 / that is 0.49980: code 0 where the fp32 scale gives 0.50013, code 1.
+    weight = torch.zeros(1, 32)
+    weight[0, :4] = torch.tensor([7.05, -7.05, 3.52, 0.5037])
+    rounded = quantize(weight, W4A16_G32.with_scales_in(torch.bfloat16), "w")
+    assert rounded.scale.tolist() == [[1 + 1 / 128]]
+    assert rounded.codes[0, :4].tolist() == [7, -7, 3, 0]
+    assert quantize(weight, W4A16_G32, "w").codes[0, :4].tolist() == [7, -7, 3, 1]
+    assert dequantize(rounded)[0, :2].tolist() == [7 + 7 / 128, -7 - 7 / 128]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_and_scales_are_idempotent_and_near_with_rounded_scales_too(dtype: torch.dtype) -> None:
+    # float16 has few numbers below 2^-14, and scales there few bits.
+    spread = 10 if dtype == torch.bfloat16 else 1
+    weight = seeded(20_000, 64, seed=5) * torch.exp2(seeded(20_000, 1, seed=6) * spread)
+    scheme = W4A16_G32.with_scales_in(dtype)
+    q = quantize(weight, scheme, "w")
+    assert torch.equal(q.scale, q.scale.to(dtype).float())
+    again = quantize(dequantize(q), scheme, "w")
+    assert torch.equal(again.codes, q.codes) and torch.equal(again.scale, q.scale)
+    steps = (dequantize(q).double() - weight.double()).abs() / q.scale.double().repeat_interleave(32, dim=1)
+    assert steps.max() <= 0.5 * (1 + SLACK) + 7 * SLACK
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_zero_groups_have_scale_one_with_rounded_scales_too(dtype: torch.dtype) -> None:
+    weight = seeded(2, 64)
+    weight[1, 32:] = 0.0
+    q = quantize(weight, W4A16_G32.with_scales_in(dtype), "w")
+    assert q.scale[1, 1] == 1.0 and not q.codes[1, 32:].any()
+    assert torch.equal(dequantize(q)[1, 32:], torch.zeros(32))
+
+
+def test_weights_out_of_float16s_reach_are_zero_below_and_refused_above() -> None:
+    scheme = W4A16_G32.with_scales_in(torch.float16)
+    small = torch.full((1, 32), 2.0**-24)
+    assert not quantize(small, scheme, "w").codes.any()
+    assert quantize(small, W4A16_G32.with_scales_in(torch.bfloat16), "w").codes.eq(7).all()
+    with pytest.raises(RunError, match=r"^w: values too large for scales in float16 in 1 of 2 .*\(1, 0\)"):
+        quantize(torch.tensor([[1.0] * 32, [1e6] * 32]), scheme, "w")
+
+
 def test_zero_rows_have_scale_one_and_codes_zero() -> None:
     x = seeded(3, 8)
     x[1] = 0.0

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from pydantic import ValidationError
 
 from qarl.errors import ConfigurationError
@@ -115,3 +116,21 @@ def test_the_account_adds_up() -> None:
     assert "  w8a8-int8       2 x model.layers.*.self_attn.q_proj [256, 256]: the run's scheme" in lines
     assert '  none            2 x model.layers.*.mlp.down_proj [256, 512]: rule "*.down_proj"' in lines
     assert '  none            1 x lm_head [1000, 256]: rule "lm_head"' in lines
+
+
+def test_with_other_scales_modules_go_on_sharing_their_scheme() -> None:
+    rules = {"*.layers.1.*": "w4a16-g64", "*.down_proj": "fp8"}
+    before = plan_schemes(llama(), SCHEMES["w4a16"], QuantConfig(rules=rules))
+    plan = before.with_scales_in(torch.bfloat16)
+    # Siblings are fused by the identity of their scheme.
+    for layer in (0, 1):
+        parts = [
+            plan.choices[f"model.layers.{layer}.self_attn.{leaf}"].scheme for leaf in ("q_proj", "k_proj", "v_proj")
+        ]
+        assert all(part is parts[0] for part in parts)
+        assert parts[0].weight is not None and parts[0].weight.scale_dtype == torch.bfloat16
+    assert len({id(scheme) for scheme in plan.quantized.values()}) == 3
+    assert plan.choices["model.layers.0.mlp.down_proj"].scheme is SCHEMES["fp8"]
+    assert plan.choices["lm_head"] == before.choices["lm_head"]
+    assert plan.describe() == before.describe()
+    assert all(SCHEMES[name].weight.scale_dtype == torch.float32 for name in ("w4a16", "w4a16-g64"))  # type: ignore[union-attr]

@@ -47,3 +47,31 @@ def test_scale_of_zero_and_of_less_than_the_smallest_amax_is_one() -> None:
     assert scale[3] == torch.tensor(SMALLEST_AMAX) / torch.tensor(127.0)
     assert scale[3] > torch.finfo(torch.float32).tiny
     assert inverse[3].isfinite()
+
+
+def test_a_scale_in_bfloat16_is_rounded_and_the_inverse_is_that_of_the_rounded_one() -> None:
+    # 1 / 7 is 1.0010010|0100.. x 2^-3 in binary: the next bfloat16 has seven bits behind the point.
+    scale, inverse = scale_and_inverse(torch.tensor([1.0, 7.0, 7.05]), 7.0, torch.bfloat16)
+    assert scale.tolist() == [(1 + 18 / 128) / 8, 1.0, 1.0 + 1 / 128]
+    assert inverse.tolist() == [np.float32(1 / scale[0].item()), 1.0, np.float32(1 / scale[2].item())]
+    assert scale.dtype == inverse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_scales_follow_float64(dtype: torch.dtype) -> None:
+    amax = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 10 + 0.01
+    scale, inverse = scale_and_inverse(amax, 7.0, dtype)
+    bits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    fraction, exponent = np.frexp((amax.numpy().astype(np.float64) / 7.0).astype(np.float32).astype(np.float64))
+    rounded = np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits)
+    assert np.array_equal(scale.numpy(), rounded.astype(np.float32))
+    assert np.array_equal(inverse.numpy(), (1.0 / rounded).astype(np.float32))
+
+
+def test_what_is_too_small_for_a_scale_in_float16_counts_as_zero() -> None:
+    smallest = 2.0**-24  # of float16, which has no such exponents as fp32 and bfloat16
+    amax = torch.tensor([0.0, 7 * smallest / 2, 7 * smallest * 0.51, 7 * smallest])
+    scale, inverse = scale_and_inverse(amax, 7.0, torch.float16)
+    assert scale.tolist() == [1.0, 1.0, smallest, smallest]
+    assert inverse.tolist() == [0.0, 0.0, 1 / smallest, 1 / smallest]
+    assert scale_and_inverse(amax, 7.0, torch.bfloat16)[1].tolist()[1] > 0.0

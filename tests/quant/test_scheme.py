@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from qarl.errors import ConfigurationError
 from qarl.quant.formats import E4M3, INT4, INT8
@@ -54,3 +55,16 @@ def test_a_scale_per_row_takes_any_width() -> None:
 )
 def test_stored_bytes_count_codes_and_scales(name: str, stored: int) -> None:
     assert SCHEMES[name].stored_bytes((256, 512)) == stored
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scales_are_kept_in_the_engines_type_where_codes_are_packed(name: str) -> None:
+    scheme = SCHEMES[name]
+    found = scheme.with_scales_in(torch.bfloat16)
+    if not scheme.packed:
+        assert found is scheme
+        return
+    assert scheme.weight is not None and found.weight is not None
+    assert (scheme.weight.scale_dtype, found.weight.scale_dtype) == (torch.float32, torch.bfloat16)
+    assert (found.name, found.activation, found.weight.granularity) == (name, None, scheme.weight.granularity)
+    assert found.with_scales_in(torch.float32) == scheme

@@ -5,9 +5,10 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, RunError
 from qarl.quant import SCHEMES, dequantize, quantize
-from qarl.sync.compressed_tensors import FORMATS, check_exportable, quantization_config, stored
+from qarl.sync.checksum import checksum
+from qarl.sync.compressed_tensors import FORMATS, check_exportable, from_stored, quantization_config, stored
 
 MODULES = ("a.q_proj", "a.k_proj", "b.down_proj")
 every_form = pytest.mark.parametrize("scheme", FORMATS)
@@ -70,3 +71,31 @@ def test_a_scheme_that_nobody_else_reads_is_refused(scheme: str) -> None:
         ConfigurationError, match=rf"a: scheme '{scheme}' has no compressed-tensors form .* --format hf"
     ):
         check_exportable({"a": scheme})
+
+
+@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - {"none"}))
+def test_what_was_stored_comes_back(scheme: str) -> None:
+    quantized = quantize(torch.randn(130, 256), SCHEMES[scheme], "a.q_proj")
+    tensors = {"a.q_proj.weight": quantized.codes, "a.q_proj.weight_scale": quantized.scale, "norm": torch.ones(3)}
+    schemes = {"a.q_proj": scheme}
+    between = stored(tensors, schemes)
+    found = from_stored(between, schemes, "here")
+    assert checksum(found) == checksum(tensors)  # names, types, shapes and bytes
+    assert ("a.q_proj.weight" in between) != SCHEMES[scheme].packed
+    assert stored(found, schemes).keys() == between.keys()
+
+
+def test_a_last_word_that_is_not_full_is_cut_by_the_shape() -> None:
+    codes = torch.randint(-7, 8, (3, 13), dtype=torch.int8)
+    schemes = {"a": "w4a16"}
+    between = stored({"a.weight": codes}, schemes)
+    assert (list(between["a.weight_packed"].shape), between["a.weight_shape"].tolist()) == ([3, 2], [3, 13])
+    assert torch.equal(from_stored(between, schemes, "here")["a.weight"], codes)
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_shape"])
+def test_a_part_that_is_missing_is_named_with_the_place(part: str) -> None:
+    between = stored({"a.weight": torch.zeros(2, 8, dtype=torch.int8)}, {"a": "w4a16"})
+    del between[f"a.{part}"]
+    with pytest.raises(RunError, match=rf"^broadcast: tensor a\.{part} is missing; write the snapshot again$"):
+        from_stored(between, {"a": "w4a16"}, "broadcast")

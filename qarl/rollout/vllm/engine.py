@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Mean, Metrics
 from qarl.models.config import ModelConfig
+from qarl.models.decoder import Decoder
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
@@ -25,6 +27,7 @@ from qarl.rollout.vllm.launch import as_served, require_vllm, write_model
 from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
 from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import stored
+from qarl.sync.snapshot import verify
 from qarl.sync.transport import Transport, transport
 
 log = logging.getLogger("qarl")
@@ -47,6 +50,8 @@ class VllmEngine:
         decode: Callable[[Sequence[int]], str],
         progress: Progress | None = None,
     ) -> None:
+        with torch.device("meta"):
+            self._decoder = Decoder(model, vocab_size)
         self.version = -1
         self._config = config
         self._model = model
@@ -65,6 +70,7 @@ class VllmEngine:
     def load(self, snapshot: Snapshot) -> None:
         """Serve this version; RunError, with the tensor's name, when what is served then is not what was published."""
         started = time.perf_counter()
+        verify(self._decoder, snapshot)
         served = as_served(snapshot, self._vocab_size, self._dtype)
         if self._service is None:
             self._start(served)
@@ -94,6 +100,8 @@ class VllmEngine:
         self, groups: Sequence[Group], sampling: Sampling, seed: tuple[int, ...], stop: Stop | None = None
     ) -> list[Group]:
         """Go on with the aborted completions of these groups; the finished ones are returned as they are."""
+        if self.version < 0:
+            raise RunError("the engine serves no weights yet; load a snapshot before generating")
         self.check_fit([group.prompt for group in groups], sampling)
         requests = requests_of(groups, seed)
         check_limit(requests, sampling)
@@ -227,8 +235,11 @@ class VllmEngine:
         message = self._transport.offer(served)
         try:
             reports = self._require_service().call("qarl_load", message)
-        finally:
-            self._transport.withdraw()
+        except RunError:
+            with suppress(RunError):  # what was not received could not be sent either
+                self._transport.withdraw()
+            raise
+        self._transport.withdraw()
         expected = digests(served.tensors)
         assert combine(expected) == served.checksum, "the version changed while it was sent"
         for report in reports:
@@ -244,8 +255,7 @@ class VllmEngine:
             )
 
     def _require_service(self) -> Service:
-        if self._service is None:
-            raise RunError("the engine serves no weights yet; load a snapshot before generating")
+        assert self._service is not None, "vLLM starts with the first load"
         return self._service
 
 

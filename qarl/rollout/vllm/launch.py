@@ -46,8 +46,8 @@ def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapsh
     """
     tensors = {}
     for name, tensor in snapshot.tensors.items():
-        module = name.rpartition(".")[0]
-        if module in snapshot.schemes:
+        module, _, part = name.rpartition(".")
+        if module in snapshot.schemes and part != "bias":
             tensors[name] = tensor
             continue
         rows = vocab_size if module in (HEAD, "model.embed_tokens") else len(tensor)

