@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from qarl.learner.learner import LocalLearner
 from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
-from qarl.models.names import LoadedModel, load_model
+from qarl.models.names import LoadedModel
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
 from qarl.ops.kernels import kernels
@@ -26,7 +25,7 @@ from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
-from qarl.runfolder import checkpoint_at, run_at
+from qarl.trained import model_named
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +46,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = load_model(_model_of_run(recipe.model))
+    model = model_named(recipe.model)
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -111,6 +110,8 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.steps,
         model.tokenizer,
         model.stop_token_ids,
+        recipe.seed,
+        recipe.model,
     )
 
 
@@ -132,9 +133,21 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
             f"alignment {recipe.alignment}: {_alignment_level(recipe.alignment)}",
+            _describe_training(recipe, learner),
             f"optimizer {recipe.learner.optimizer.type}:",
             *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
         ]
+    )
+
+
+def _describe_training(recipe: Recipe, learner: LocalLearner) -> str:
+    if recipe.learner.lora is None:
+        return "training all parameters"
+    numbers = sum(tensor.numel() for tensor in learner.trained().values())
+    lora = recipe.learner.lora
+    return (
+        f"training adapters of {len(learner.trained()) // 2} matrices, rank {lora.rank}, alpha {lora.alpha:g}: "
+        f"{numbers / 1e6:.1f} M parameters; everything else is frozen"
     )
 
 
@@ -151,12 +164,6 @@ def eval_set(recipe: Recipe, prompts: Sequence[Prompt], sampling: Sampling) -> E
     assert config is not None
     sampling = replace(sampling, temperature=config.temperature)
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term, recipe.max_reward_error_share)
-
-
-def _model_of_run(model: str) -> str:
-    """For a run or a checkpoint the model it holds, else what was given."""
-    path = Path(model)
-    return model if run_at(path) is None else str(checkpoint_at(path).folder / "model")
 
 
 def _alignment_level(alignment: str) -> str:

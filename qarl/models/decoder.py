@@ -126,8 +126,8 @@ class Layer(nn.Module):
 
 class _Recomputed(torch.autograd.Function):
     """A layer that keeps its input alone. What the backward pass needs of the rest is computed again: not the last
-    product, a quarter of a layer's work, which only what follows the layer has read. `trained` is what the layer trains:
-    its output has a gradient even where its input, as a frozen embedding's, has none.
+    product, a quarter of a layer's work, which only what follows the layer has read. Its output takes a gradient where
+    its input or `trained`, what the layer trains, does; the input of a frozen embedding does not.
     """
 
     @staticmethod
@@ -146,9 +146,9 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             outputs = ctx.layer.until_gated(x_TD, *ctx.rest)
         grad_gate_up = ctx.layer.mlp.down.gated_backward(outputs[1].detach(), grad_TD)
-        grads = [(y, grad) for y, grad in zip(outputs, (grad_TD, grad_gate_up), strict=True) if y.requires_grad]
-        if grads:
-            torch.autograd.backward(*zip(*grads, strict=True))
+        pairs = [(y, grad) for y, grad in zip(outputs, (grad_TD, grad_gate_up), strict=True) if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
         return None, x_TD.grad, None, None, None, *[None] * ctx.num_trained
 
 

@@ -28,7 +28,8 @@ LARGEST_BLOCK = 4096
 class Head:
     """The output projection with the final norm in front of it.
 
-    `weight` is the master, which gets its gradient unless it is frozen; it may have more rows than the operand, which is then its first rows.
+    `weight` is the master, which gets its gradient unless it is frozen; it may have more rows than the operand, which
+    is then its first rows.
     """
 
     operand: Operand
