@@ -131,7 +131,7 @@ class LocalLearner:
         return merge(reports) | {"quant/codes_flipped": codes_flipped(before, after)}
 
     def save(self, folder: Path) -> None:
-        """Masters as a Hugging Face folder `model/`, or adapters as PEFT's `adapter/`; optimizer and counters beside."""
+        """Masters as a Hugging Face folder `model/`, or adapters as PEFT's `adapter/`; optimizer and counters too."""
         config = self.decoder.config
         if self._adapted is None:
             masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}

@@ -57,6 +57,7 @@ class Adapter:
         return kernels().matmul(x_TK, self.a, sum(self.ranks), None, None)
 
 
+@torch.no_grad()
 def adapter_of(parts: Sequence[LowRank | None], heights: Sequence[int], scale: float) -> Adapter:
     """One adapter of siblings with so many outputs, at least one of which has a part; copies."""
     present = [part for part in parts if part is not None]

@@ -34,13 +34,14 @@ def take_adapters(adapters: Mapping[str, LowRank], lora: Lora, version: int) -> 
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise RunError(f"{name}: non-finite values; the update before was too large (learner.lr, max_grad_norm)")
-    return Snapshot(version, tensors, lora.base.schemes, adapters_checksum(tensors, lora), lora=lora)
+    checksum = adapters_checksum(digests(tensors), lora.base.checksum, lora.rank, lora.alpha)
+    return Snapshot(version, tensors, lora.base.schemes, checksum, lora=lora)
 
 
-def adapters_checksum(tensors: Mapping[str, Tensor], lora: Lora) -> str:
-    """64 hex digits over the tensors, the base that they belong to, rank and alpha."""
-    scale = hashlib.sha256(f"{lora.rank} {lora.alpha!r}".encode()).hexdigest()
-    return combine({**digests(tensors), "base": lora.base.checksum, "scale": scale})
+def adapters_checksum(tensor_digests: Mapping[str, str], base: str, rank: int, alpha: float) -> str:
+    """64 hex digits over the tensors' `digests`, the checksum of the base that they belong to, rank and alpha."""
+    scale = hashlib.sha256(f"{rank} {alpha!r}".encode()).hexdigest()
+    return combine({**tensor_digests, "base": base, "scale": scale})
 
 
 def verify_adapters(decoder: Decoder, snapshot: Snapshot) -> None:
@@ -48,16 +49,17 @@ def verify_adapters(decoder: Decoder, snapshot: Snapshot) -> None:
 
     RunError, before anything is changed.
     """
-    assert snapshot.lora is not None
+    lora = snapshot.lora
+    assert lora is not None
     try:
-        adapters_named(snapshot.tensors, projection_shapes(decoder), snapshot.lora.rank)
+        adapters_named(snapshot.tensors, projection_shapes(decoder), lora.rank)
     except ValueError as error:
         raise RunError(f"adapters of version {snapshot.version}: {error}; nothing was loaded") from error
-    found = adapters_checksum(snapshot.tensors, snapshot.lora)
+    found = adapters_checksum(digests(snapshot.tensors), lora.base.checksum, lora.rank, lora.alpha)
     if found != snapshot.checksum:
         raise RunError(
             f"adapters of version {snapshot.version} changed between publishing and loading, or belong to another base "
-            f"than {snapshot.lora.base.checksum}: checksum {found}, published {snapshot.checksum}; nothing was loaded"
+            f"than {lora.base.checksum}: checksum {found}, published {snapshot.checksum}; nothing was loaded"
         )
 
 
