@@ -141,6 +141,9 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
     "learner.head_chunk_tokens": trial("3"),
     "learner.skip_equal_groups": trial("false") + trial("true", given="--objective.entropy_coef=0.1"),
     "learner.max_grad_norm": trial("1e-6"),
+    "learner.lora.rank": trial("2"),
+    "learner.lora.alpha": trial("8"),
+    "learner.lora.targets": trial('["*.q_proj"]'),
     "learner.optimizer.*betas": trial("[0.5, 0.6]"),
     "learner.optimizer.*eps": trial("0.1"),
     "learner.optimizer.*weight_decay": trial("0.9"),
@@ -172,6 +175,7 @@ NEEDS = {
     "rewards.format": "tags=['answer']",
     "rewards.length": "token_cost=0.1",
     "rewards.repetition": "ngram=2",
+    "learner.lora": "rank=4",
     "objective.*.kl": "coef=0.1",
     "eval": "count=4",
     "health.entropy": "limit=1e3 steps=1 action=stop",
@@ -510,7 +514,7 @@ def learned(recipe: Recipe) -> str:
         seen += [(one.token_ids.tolist(), one.engine_logprobs.tolist()) for one in completions]
         seen.append(values(learner.update(groups, recipe.advantage(REWARDS))))
     weights = [float((weight.detach().double() * torch.arange(1, weight.numel() + 1).view(weight.shape)).sum())
-               for weight in learner.decoder.parameters()]  # fmt: skip
+               for weight in learner.trained().values()]  # fmt: skip
     return str([seen, weights])
 
 
