@@ -119,7 +119,7 @@ class _Call:
             return self.operand.product(rows, residual), rows
         x_TK = float_rows(self.prologue, x, norm)
         rows = quantized_rows(self.operand, x_TK)
-        return self.adapter.add_to(self.operand.product(rows, residual), x_TK), rows
+        return self.adapter.add_to_(self.operand.product(rows, residual), x_TK), rows
 
     def rows_backward(self, x: Tensor | None, norm: Norm | None, rows: Rows | None, grad_TN: Tensor) -> Tensor:
         """Gradient of the product with respect to its rows [T, K]; what is trained gets its own added to `.grad`.

@@ -52,7 +52,7 @@ def test_what_is_multiplied_are_the_published_tensors_and_the_scale_once(small):
     assert list(found) == [p.names[0] for p in decoder.projections() if p.names[0].endswith(("q_proj", "down_proj"))]
     a, b = (snapshot.tensors[f"base_model.model.{Q}.lora_{part}.weight"] for part in "AB")
     x, y = torch.randn(5, 128), torch.randn(5, 256)
-    added = found[Q].add_to(y, x) - y
+    added = found[Q].add_to_(y.clone(), x) - y
     torch.testing.assert_close(added[:, :128], 2.0 * (x @ a.t() @ b.t()), rtol=1e-4, atol=1e-4)
     assert not added[:, 128:192].any(), "k has no adapter"
     assert added[:, 192:].any(1).all()
