@@ -1,6 +1,5 @@
 """`qarl export`: what was trained and served, as others read it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -122,15 +121,13 @@ def test_a_run_without_adapters_has_none_to_write(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
 def test_peft_computes_what_the_learner_does(tmp_path: Path) -> None:
-    from peft import PeftModel
-
+    peft = pytest.importorskip("peft")
     run = run_of(tmp_path / "run", *LORA, "--scheme=none")
     export(str(run), "lora", tmp_path / "adapters")
     export("tiny", "hf", tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     learner = build(load_recipe(run / "recipe.toml")).cast.learner
     learner.restore(run / "checkpoints" / "step-3")
     tokens = torch.arange(1, 60)
