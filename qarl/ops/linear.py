@@ -138,6 +138,7 @@ class _Call:
 
 
 def present(x: Tensor | None) -> Tensor:
+    """What the forward pass kept."""
     assert x is not None, "not kept for the backward pass"
     return x
 
