@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from qarl.records import Completion, Group, Sampling
 from qarl.rollout.native import NativeEngine, Rollout
 from qarl.rollout.request import Progress, Request, make_requests
 from qarl.rollout.vllm.engine import VllmEngine
+from qarl.runfolder import checkpoint_at
+from qarl.trained import adapters_at
 
 LENGTHS = (32, 128, 512)
 """Completion lengths that rounds of sampling take in turn; none stops early, so that all are reached."""
@@ -85,11 +88,19 @@ def align(
     """Compare at least `tokens` sampled tokens; returns the contract's keys, `per_layer` in the order of the layers.
 
     `engine_config` is a recipe's `engine`. `level` is what was measured: `exact` when every log-probability has the
-    same bits, else `codes`; `none` where that alignment was asked for.
+    same bits, else `codes`; `none` where that alignment was asked for. A run with adapters is compared with them
+    beside its base.
     """
-    system = build(parse_recipe(_recipe(model, scheme, engine_config, alignment), "command line"))
+    trained = adapters_at(Path(model))
+    recipe = _recipe(model, scheme, engine_config, alignment)
+    if trained is not None:
+        recipe["model"] = trained.recipe.model
+        recipe["learner"] |= trained.recipe.model_dump(include={"learner": {"lora", "optimizer"}})["learner"]
+    system = build(parse_recipe(recipe, "command line"))
     engine, learner = system.cast.engine, system.cast.learner
     assert isinstance(engine, NativeEngine | VllmEngine) and isinstance(learner, LocalLearner)
+    if trained is not None:
+        learner.restore(checkpoint_at(Path(model)).folder)
     engine.load(learner.publish())
     findings = Findings([LayerGap() for _ in learner.decoder.layers])
     step = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 
@@ -17,7 +16,7 @@ from qarl.learner.learner import LocalLearner
 from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import HEAD, Decoder
-from qarl.models.names import LoadedModel, load_model
+from qarl.models.names import LoadedModel
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
 from qarl.ops.kernels import kernels
@@ -30,8 +29,8 @@ from qarl.rollout.config import EngineConfig, NativeEngineConfig, VllmEngineConf
 from qarl.rollout.native import NativeEngine
 from qarl.rollout.request import Progress
 from qarl.rollout.vllm.engine import VllmEngine
-from qarl.runfolder import checkpoint_at, run_at
 from qarl.sync.compressed_tensors import FORMATS
+from qarl.trained import model_named
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +51,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = model_of(recipe)
+    model = model_named(recipe.model)
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -118,6 +117,8 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.steps,
         model.tokenizer,
         model.stop_token_ids,
+        recipe.seed,
+        recipe.model,
         shares_kernels=is_native,
     )
 
@@ -171,9 +172,21 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
             f"alignment {recipe.alignment}: {_alignment_level(recipe)}",
+            _describe_training(recipe, learner),
             f"optimizer {recipe.learner.optimizer.type}:",
             *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
         ]
+    )
+
+
+def _describe_training(recipe: Recipe, learner: LocalLearner) -> str:
+    if recipe.learner.lora is None:
+        return "training all parameters"
+    numbers = sum(tensor.numel() for tensor in learner.trained().values())
+    lora = recipe.learner.lora
+    return (
+        f"training adapters of {len(learner.trained()) // 2} matrices, rank {lora.rank}, alpha {lora.alpha:g}: "
+        f"{numbers / 1e6:.1f} M parameters; everything else is frozen"
     )
 
 
@@ -190,12 +203,6 @@ def eval_set(recipe: Recipe, prompts: Sequence[Prompt], sampling: Sampling) -> E
     assert config is not None
     sampling = replace(sampling, temperature=config.temperature)
     return EvalSet(config.name, prompts, config.samples, sampling, config.correct_term, recipe.max_reward_error_share)
-
-
-def model_of(recipe: Recipe) -> LoadedModel:
-    """The model that a run of this recipe starts from; of a run or a checkpoint, what that holds."""
-    path = Path(recipe.model)
-    return load_model(recipe.model if run_at(path) is None else str(checkpoint_at(path).folder / "model"))
 
 
 def _alignment_level(recipe: Recipe) -> str:

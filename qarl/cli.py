@@ -157,8 +157,11 @@ def export(
     /,
     *,
     form: Annotated[
-        Literal["compressed-tensors", "hf"],
-        Parameter(name="--format", help="Quantized as served, for vLLM and others; or the full-precision masters."),
+        Literal["compressed-tensors", "hf", "lora"],
+        Parameter(
+            name="--format",
+            help="Quantized as served, for vLLM and others; the full-precision masters; or a run's adapters alone.",
+        ),
     ],
     out: Annotated[Path, Parameter(help="A folder that does not exist yet.")],
     scheme: Annotated[str | None, Parameter(help="How to quantize a model; a run has its own scheme.")] = None,

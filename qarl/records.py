@@ -133,6 +133,8 @@ class Snapshot:
     `<module>.weight_scale`. `schemes` maps each quantized module to its scheme's name. `operands` is the
     in-process shortcut: kernel-ready forms of these same tensors, by module name, which a receiver in the
     same process may use instead of building its own.
+
+    With `lora`, the tensors are adapters alone, with PEFT's names, and the checksum covers what `lora` says too.
     """
 
     version: int
@@ -140,6 +142,23 @@ class Snapshot:
     schemes: Mapping[str, str]
     checksum: str
     operands: Mapping[str, Any] | None = None
+    lora: Lora | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lora:
+    """What adapters belong to: (`alpha` / `rank`) B A is added to the weights of `base`.
+
+    A receiver that serves a base with this checksum already need not read it.
+    """
+
+    base: Snapshot
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 Advantages = Sequence[Tensor]

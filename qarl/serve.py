@@ -10,13 +10,14 @@ from typing import NoReturn
 
 import torch
 
-from qarl.build import model_of, scheme_plan
+from qarl.build import scheme_plan
 from qarl.errors import ConfigurationError
 from qarl.models.decoder import Decoder
 from qarl.recipe import Recipe
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.launch import as_served, command_line, environment, require_vllm, write_model
 from qarl.sync.snapshot import take_snapshot
+from qarl.trained import model_named
 
 CACHE = Path("~/.cache/qarl/served")
 """Where the models lie that servers start from, by a digest of all that they are."""
@@ -40,7 +41,7 @@ def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> N
 
 
 def _write(recipe: Recipe, config: VllmEngineConfig) -> Path:
-    model = model_of(recipe)
+    model = model_named(recipe.model)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant, config)
     with torch.device("meta"):
         decoder = Decoder(model.config, model.sampleable)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from qarl.align import align, broken_promise
 from qarl.cli import run_command
+from qarl.learner.learner import LocalLearner
 from qarl.models import names
 from qarl.models.names import TINY_CONFIG
 from qarl.ops import library
@@ -85,6 +87,21 @@ def test_every_scheme_is_exact(scheme: str) -> None:
     equal = {"max_abs_diff": 0.0, "bit_equal_fraction": 1.0}
     assert found["per_layer"] == [{"layer": 0, **equal}, {"layer": 1, **equal}]
     assert broken_promise(found) is None
+
+
+@needs_c_kernels
+def test_a_run_with_adapters_is_compared_with_them_under_any_scheme(tmp_path: Path, monkeypatch) -> None:
+    smoke = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
+    options = ("--steps=2", "--learner.lora.rank=4", "--learner.optimizer.type=muon", "--eval.count=1")
+    assert run_command(["train", str(smoke), "--run-dir", str(tmp_path / "run"), *options]) == 0
+    restored = []
+    restore = LocalLearner.restore
+    monkeypatch.setattr(LocalLearner, "restore", lambda learner, folder: restored.append(restore(learner, folder)))
+    for scheme in ("w8a8-int8", "w4a16"):
+        found = align(str(tmp_path / "run"), scheme, 1, "fp32", "auto")
+        assert (found["level"], found["bit_equal_fraction"]) == ("exact", 1.0)
+        assert [row["bit_equal_fraction"] for row in found["per_layer"]] == [1.0, 1.0]
+    assert len(restored) == 2
 
 
 def test_tokens_are_at_least_as_many_as_asked_for() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qarl import build as build_module
-from qarl.build import build, local_learner, model_of, scheme_plan
+from qarl.build import build, local_learner, scheme_plan
 from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
 from qarl.ops.kernels import using
@@ -18,6 +18,7 @@ from qarl.rollout.vllm import engine as vllm_engine
 from qarl.rollout.vllm import launch
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.compressed_tensors import FORMATS
+from qarl.trained import model_named
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
 
@@ -149,7 +150,7 @@ VLLM = "--engine.type=vllm"
 
 def plan_of(*overrides: str) -> SchemePlan:
     recipe = recipe_of(VLLM, *overrides)
-    return scheme_plan(model_of(recipe), recipe.scheme, recipe.quant, recipe.engine)
+    return scheme_plan(model_named(recipe.model), recipe.scheme, recipe.quant, recipe.engine)
 
 
 @pytest.mark.parametrize("scheme", ["none", *FORMATS])
@@ -164,7 +165,7 @@ def test_for_vllm_the_head_stays_whole_and_packed_scales_have_its_type(scheme: s
 
 def test_without_vllm_the_plan_is_as_before() -> None:
     recipe = recipe_of()
-    model = model_of(recipe)
+    model = model_named(recipe.model)
     plan = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
     assert plan == scheme_plan(model, recipe.scheme, recipe.quant)
     assert plan.choices["lm_head"].scheme.name == "w12a12-int12"
@@ -197,7 +198,7 @@ def test_rules_that_leave_the_head_alone_are_followed() -> None:
 def test_only_the_native_engine_shares_the_learners_kernels() -> None:
     for overrides, shares in (((), True), ((VLLM,), False)):
         recipe = recipe_of(*overrides)
-        model = model_of(recipe)
+        model = model_named(recipe.model)
         learner = local_learner(recipe, model, scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine))
         assert learner.shares_kernels == shares
         assert not learner.decoder.rounds_kv
@@ -218,7 +219,7 @@ def test_the_engine_gets_the_recipes_context_and_its_server(monkeypatch: pytest.
     told: list[tuple[object, ...]] = []
     monkeypatch.setattr(build_module, "VllmEngine", lambda *arguments: told.append(arguments))
     recipe = recipe_of(VLLM, "--engine.urls=['http://node1:8000']", "--prompts.max_prompt_tokens=100")
-    model = model_of(recipe)
+    model = model_named(recipe.model)
     renderer = recipe.prompts.renderer(model.tokenizer)
     build_module.engine_of(recipe, model, renderer, (258,))
     assert told == [

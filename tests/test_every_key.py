@@ -153,6 +153,9 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
     "learner.head_chunk_tokens": trial("3"),
     "learner.skip_equal_groups": trial("false") + trial("true", given="--objective.entropy_coef=0.1"),
     "learner.max_grad_norm": trial("1e-6"),
+    "learner.lora.rank": trial("2"),
+    "learner.lora.alpha": trial("8"),
+    "learner.lora.targets": trial('["*.q_proj"]'),
     "learner.optimizer.*betas": trial("[0.5, 0.6]"),
     "learner.optimizer.*eps": trial("0.1"),
     "learner.optimizer.*weight_decay": trial("0.9"),
@@ -184,6 +187,7 @@ NEEDS = {
     "rewards.format": "tags=['answer']",
     "rewards.length": "token_cost=0.1",
     "rewards.repetition": "ngram=2",
+    "learner.lora": "rank=4",
     "objective.*.kl": "coef=0.1",
     "eval": "count=4",
     "health.entropy": "limit=1e3 steps=1 action=stop",
@@ -262,6 +266,10 @@ UNSEEN: dict[str, tuple[str, str]] = {
     "engine.vllm.urls": (
         "needs a server",
         "tests/rollout/vllm/test_engine.py::test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent",
+    ),
+    "engine.vllm.head_dtype": (
+        "is said to vLLM by the model's folder",
+        "tests/rollout/vllm/test_launch.py::test_the_type_of_logits_is_that_of_the_recipe",
     ),
     "engine.vllm.timeout_s": (
         "needs a server that is silent",
@@ -547,7 +555,7 @@ def learned(recipe: Recipe) -> str:
         seen += [(one.token_ids.tolist(), one.engine_logprobs.tolist()) for one in completions]
         seen.append(values(learner.update(groups, recipe.advantage(REWARDS))))
     weights = [float((weight.detach().double() * torch.arange(1, weight.numel() + 1).view(weight.shape)).sum())
-               for weight in learner.decoder.parameters()]  # fmt: skip
+               for weight in learner.trained().values()]  # fmt: skip
     return str([seen, weights])
 
 

@@ -29,8 +29,9 @@ def run_of(folder: Path, *overrides: str) -> Path:
     (folder / "recipe.toml").write_text(to_toml(recipe))
     learner = build(recipe).cast.learner
     with torch.no_grad():
-        for parameter in learner.decoder.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
+        for tensor in learner.trained().values():
+            tensor.add_(0.01 * torch.randn_like(tensor))
+    learner._snapshot = learner._requantize()
     learner.version = 3
     CheckpointStore(folder / "checkpoints").save(3, learner.save, {"format": FORMAT, "version": 3, "prompts": ""})
     return folder
@@ -76,6 +77,68 @@ def test_a_model_is_quantized_as_asked_and_a_quantized_head_is_told_of(tmp_path:
     note = "the head was served as w12a12-int12 and is written in full precision: log-probabilities differ"
     assert found["notes"] == [note]
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+LORA = ("--learner.lora.rank=4", '--learner.lora.targets=["*.q_proj", "*.down_proj"]')
+
+
+def test_adapters_are_written_alone_or_merged_into_the_masters(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", *LORA)
+    found = export(str(run), "lora", tmp_path / "adapters")
+    assert (found["format"], found["version"], found["notes"]) == ("lora", 3, [])
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny"
+    export(str(run), "hf", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapters, base = load_file(tmp_path / "adapters" / "adapter_model.safetensors"), load_model("tiny").tensors
+    a, b = (adapters[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] for part in "AB")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(merged[q], base[q] + 8 * b @ a)
+    assert torch.equal(merged["model.layers.0.self_attn.k_proj.weight"], base["model.layers.0.self_attn.k_proj.weight"])
+
+
+def test_beside_adapters_the_codes_of_their_base_are_written_and_told_of(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", *LORA, "--quant.rules.lm_head=none")
+    found = export(str(run), "compressed-tensors", tmp_path / "out")
+    assert found["notes"] == [
+        "this is the base without its adapters: write them with --format lora, and serve both together"
+    ]
+    export("tiny", "compressed-tensors", tmp_path / "base", "w8a8-int8")
+    ours, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "base"))
+    assert ours.keys() == base.keys()
+    assert all(torch.equal(ours[name], base[name]) for name in base)
+
+
+def test_a_run_without_adapters_has_none_to_write(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    for source in (str(run), "tiny"):
+        with pytest.raises(ConfigurationError, match=r"has no adapters, for it is no run with \[learner\.lora\]"):
+            export(source, "lora", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_peft_computes_what_the_learner_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run = run_of(tmp_path / "run", *LORA, "--scheme=none")
+    export(str(run), "lora", tmp_path / "adapters")
+    export("tiny", "hf", tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    learner = build(load_recipe(run / "recipe.toml")).cast.learner
+    learner.restore(run / "checkpoints" / "step-3")
+    tokens = torch.arange(1, 60)
+    with torch.no_grad():
+        theirs, plain = model(tokens[None]).logits[0], model.get_base_model()
+        with model.disable_adapter():
+            without = plain(tokens[None]).logits[0]
+    ours = learner.decoder.full_logits(tokens)
+    theirs, without = theirs[:, : ours.shape[1]], without[:, : ours.shape[1]]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (theirs - without).abs().max() > 0.05
 
 
 @pytest.mark.parametrize(

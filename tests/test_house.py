@@ -21,7 +21,7 @@ MODULES = [file for file in FILES if file.name != "__init__.py"]
 
 GROUND = "records errors metrics config roles"
 ROOMS = "prompts rollout rewards advantages objectives learner optim sync quant ops models tracking"
-RUN = "build checkpoint evaluate explain interrupts loop readings recipe run runfolder"
+RUN = "build checkpoint evaluate explain interrupts loop readings recipe run runfolder trained"
 
 MAY_IMPORT = {
     room: frozenset(allowed.split())
@@ -56,7 +56,8 @@ MAY_IMPORT = {
         "evaluate": GROUND + " readings",
         "recipe": GROUND + " explain health " + ROOMS,
         # Front door: `build` wires, the commands use what it built, `cli` is called.
-        "build": GROUND + " doctor evaluate loop recipe runfolder " + ROOMS,
+        "trained": GROUND + " models recipe runfolder sync",
+        "build": GROUND + " doctor evaluate loop recipe trained " + ROOMS,
         "run": GROUND + " build checkpoint evaluate health interrupts loop readings recipe runfolder tracking",
         "assess": GROUND + " prompts rollout " + RUN,
         "align": GROUND + " " + ROOMS + " " + RUN,

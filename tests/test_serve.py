@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from qarl import serve as module
-from qarl.build import model_of
 from qarl.errors import ConfigurationError
 from qarl.models.names import load_model
 from qarl.recipe import Recipe, load_recipe
 from qarl.rollout.vllm import launch
 from qarl.serve import serve
+from qarl.trained import model_named
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
 
@@ -91,7 +91,7 @@ def test_this_process_becomes_a_server_of_the_recipes_model(
     assert said == f"serving {folder} on http://0.0.0.0:8001"
 
     config = AutoConfig.from_pretrained(folder)
-    model = model_of(recipe)
+    model = model_named(recipe.model)
     assert (config.vocab_size, config.dtype) == (model.sampleable, torch.bfloat16)
     assert config.quantization_config["format"] == "pack-quantized"
     embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -109,7 +109,7 @@ def test_a_model_that_is_there_is_not_written_again_and_another_one_lies_beside_
     start(recipe_of("--engine.dtype=float32"))
     model = load_model("tiny")
     longer = dataclasses.replace(model.config, max_position_embeddings=4096)  # the same tensors
-    monkeypatch.setattr(module, "model_of", lambda recipe: dataclasses.replace(model, config=longer))
+    monkeypatch.setattr(module, "model_named", lambda name: dataclasses.replace(model, config=longer))
     start(recipe_of())
     first, again, *others = (command[command.index("--model") + 1] for command, _ in became)
     assert first == again

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from qarl.config import Config
+from qarl.models.lora import LoraConfig
 from qarl.optim import AdamW, Constant, OptimizerConfig, ScheduleConfig
 
 
@@ -43,6 +44,9 @@ class LearnerConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0.0, description="Global gradient norm is clipped to this.")
     max_skipped_updates: int = Field(
         3, ge=0, description="Consecutive updates with a non-finite loss or gradient before the run stops."
+    )
+    lora: LoraConfig | None = Field(
+        None, description="Adapters are trained and everything else is frozen; without this table, everything is."
     )
     optimizer: OptimizerConfig = Field(default_factory=AdamW, description="The update rule.")
     schedule: ScheduleConfig = Field(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qarl.checkpoint import load_tensors, save_tensors
 from qarl.errors import ConfigurationError, RunError
+from qarl.learner.adapted import Adapted
 from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly, with_gradient
 from qarl.learner.config import LearnerConfig
 from qarl.learner.mismatch import mismatch_metrics
@@ -67,6 +68,8 @@ class LocalLearner:
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        model_name: str = "",
         shares_kernels: bool = True,
     ) -> None:
         self.config = config
@@ -83,15 +86,22 @@ class LocalLearner:
         self.version = 0
         self.optimizer_steps = 0
         self.skipped_in_a_row = 0
-        self.optimizer = config.optimizer.build(decoder.named_parameters(), config.lr)
+        self._adapted = (
+            Adapted(decoder, config.lora, schemes, alignment, seed, model_name) if config.lora is not None else None
+        )
+        self.optimizer = config.optimizer.build(self.trained().items(), config.lr)
         self._snapshot = self._requantize()
-        self._started_with = self._snapshot.checksum
+        self._started_with = self._snapshot.checksum if self._adapted is None else self._adapted.identity
         self._refuse_ignored_rounding()
         self._reference = self._initial_policy() if objective.needs_reference else None
 
     def publish(self) -> Snapshot:
-        """The current weights, quantized once: the learner's own forward uses the same."""
+        """The current weights, quantized once, or the adapters: the learner's own forward uses the same."""
         return self._snapshot
+
+    def trained(self) -> dict[str, Tensor]:
+        """What the optimizer changes, by name: the decoder's parameters, or adapters alone."""
+        return dict(self.decoder.named_parameters()) if self._adapted is None else self._adapted.tensors()
 
     @torch.enable_grad()
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
@@ -117,13 +127,19 @@ class LocalLearner:
         self.version += 1
         # Requantizing made this snapshot before the batch counted as trained.
         self._snapshot = dataclasses.replace(self._snapshot, version=self.version)
+        if self._adapted is not None:
+            return merge(reports)  # the codes are the base's, which stay
         before, after = (operands_of(self.decoder, snapshot) for snapshot in (published, self._snapshot))
         return merge(reports) | {"quant/codes_flipped": codes_flipped(before, after)}
 
     def save(self, folder: Path) -> None:
-        """Masters as a Hugging Face folder `model/`, optimizer state and counters beside it."""
-        masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
-        save_folder(folder / "model", self.decoder.config, masters, self.tokenizer, stop_token_ids=self.stop_token_ids)
+        """Masters as a Hugging Face folder `model/`, or adapters as PEFT's `adapter/`; optimizer and counters too."""
+        config = self.decoder.config
+        if self._adapted is None:
+            masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
+            save_folder(folder / "model", config, masters, self.tokenizer, stop_token_ids=self.stop_token_ids)
+        else:
+            self._adapted.save(folder / "adapter", self._snapshot)
         tensors, scalars = self.optimizer.export_state()
         save_tensors(folder / "optimizer.safetensors", tensors)
         state = {
@@ -132,16 +148,22 @@ class LocalLearner:
             "started_with": self._started_with,
             "optimizer": scalars,
         }
+        if self._adapted is not None:
+            state["model"] = config.to_hf()
         (folder / "learner.json").write_text(json.dumps(state))
 
     def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote. RunError when it belongs to another model, KL reference or optimizer."""
-        config, tensors = load_folder(folder / "model")
+        """Go on from what `save` wrote. RunError when it belongs to another model, base, KL reference or optimizer."""
         state = json.loads((folder / "learner.json").read_text())
+        if self._adapted is None:
+            config, tensors = load_folder(folder / "model")
+        else:
+            config = ModelConfig.from_hf(state["model"], str(folder / "learner.json"))
+            tensors = self._adapted.read(folder / "adapter")
         self._check_same_model(folder, config, state["started_with"])
         self.optimizer.import_state(load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
         with torch.no_grad():
-            for name, parameter in self.decoder.named_parameters():
+            for name, parameter in self.trained().items():
                 if parameter.shape != tensors[name].shape:
                     raise RunError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, the model another")
                 parameter.copy_(tensors[name])
@@ -161,14 +183,18 @@ class LocalLearner:
         ]
         if changed:
             raise RunError(f"{folder}: was trained with another model configuration: now {', '.join(changed)}")
-        if self._reference is not None and started_with != self._started_with:
-            raise RunError(
-                f"{folder}: the recipe's model has other weights than when the run started, and would be another KL "
-                "reference; put the old ones back, or name them as the recipe's model in a new run"
-            )
+        if started_with == self._started_with or (self._reference is None and self._adapted is None):
+            return
+        role = "KL reference" if self._adapted is None else "base of the adapters"
+        raise RunError(
+            f"{folder}: the recipe's model has other weights than when the run started, and would be another {role}; "
+            "put the old ones back, or name them as the recipe's model in a new run"
+        )
 
     def _requantize(self) -> Snapshot:
         """Quantize the masters for publishing, and multiply with the result (or, unaligned, with the masters)."""
+        if self._adapted is not None:
+            return self._adapted.publish(self.version)
         snapshot = take_snapshot(self.decoder, self.schemes, self.version)
         if self.alignment == "none":
             self.decoder.serve_masters()
@@ -190,7 +216,12 @@ class LocalLearner:
         return self.shares_kernels and self.alignment != "none" and kernels().exact_matmul
 
     def _initial_policy(self) -> Decoder:
-        """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters."""
+        """A frozen copy of what this learner trains now: the served weights or, unaligned, the masters.
+
+        Where adapters are trained it is their base, and no copy.
+        """
+        if self._adapted is not None:
+            return self._adapted.without_adapters()
         aligned = self.alignment != "none"
         return frozen_copy(self.decoder, self._snapshot if aligned else take_snapshot(self.decoder, {}, self.version))
 
@@ -295,7 +326,7 @@ class LocalLearner:
         """Clip and step, unless the gradient is not finite: then skip, and stop the run after too many."""
         factor = self.config.schedule(self.version, self.total_steps)
         self.optimizer.set_lr(factor)
-        norm = clip_grad_norm(self.decoder.parameters(), self.config.max_grad_norm)
+        norm = clip_grad_norm(self.trained().values(), self.config.max_grad_norm)
         is_finite = math.isfinite(norm)
         if is_finite:
             self.optimizer_steps += 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qarl.models.config import ModelConfig, rope_tables
+from qarl.ops.adapter import Adapter
 from qarl.ops.attention import Rotation, Store, attention, split_rotate, split_rotate_into
 from qarl.ops.embedding import embedding
 from qarl.ops.head import Head, logits
@@ -95,6 +96,11 @@ class Layer(nn.Module):
     def projections(self) -> list[Projection]:
         return [self.self_attn.qkv, self.self_attn.output, self.mlp.gate_up, self.mlp.down]
 
+    def trained(self) -> list[Tensor]:
+        """What takes a gradient here, adapters included."""
+        gains = [gain for name, gain in self.named_parameters() if name.endswith("norm.weight") and gain.requires_grad]
+        return gains + [tensor for projection in self.projections() for tensor in projection.trained()]
+
     def forward(
         self, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, store: Store | None = None
     ) -> Tensor:
@@ -120,12 +126,15 @@ class Layer(nn.Module):
 
 class _Recomputed(torch.autograd.Function):
     """A layer that keeps its input alone. What the backward pass needs of the rest is computed again: not the last
-    product, a quarter of a layer's work, which only what follows the layer has read.
+    product, a quarter of a layer's work, which only what follows the layer has read. Its output takes a gradient where
+    its input or `trained`, what the layer trains, does; the input of a frozen embedding does not.
     """
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans) -> Tensor:
-        ctx.layer, ctx.rest = layer, (positions_T, rotation, spans)
+    def forward(
+        ctx: Any, layer: Layer, x_TD: Tensor, positions_T: Tensor, rotation: Rotation, spans: Spans, *trained: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.rest, ctx.num_trained = layer, (positions_T, rotation, spans), len(trained)
         ctx.save_for_backward(x_TD)
         return layer(x_TD, positions_T, rotation, spans)  # type: ignore[no-any-return]
 
@@ -133,12 +142,14 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         (x_TD,) = ctx.saved_tensors
-        x_TD = x_TD.detach().requires_grad_()
+        x_TD = x_TD.detach().requires_grad_(ctx.needs_input_grad[1])
         with torch.enable_grad():
             outputs = ctx.layer.until_gated(x_TD, *ctx.rest)
         grad_gate_up = ctx.layer.mlp.down.gated_backward(outputs[1].detach(), grad_TD)
-        torch.autograd.backward(outputs, (grad_TD, grad_gate_up))
-        return None, x_TD.grad, None, None, None
+        pairs = [(y, grad) for y, grad in zip(outputs, (grad_TD, grad_gate_up), strict=True) if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        return None, x_TD.grad, None, None, None, *[None] * ctx.num_trained
 
 
 class Body(nn.Module):
@@ -203,6 +214,17 @@ class Decoder(nn.Module):
             projection.operand = operands[projection.names[0]]
         self.head_operand = operands[HEAD]
 
+    def adapt(self, adapters: Mapping[str, Adapter]) -> None:
+        """Add these to what is served from now on, in place of those before; keys as those of `serve`."""
+        for projection in self.projections():
+            projection.adapter = adapters.get(projection.names[0])
+
+    def drop_masters(self) -> None:
+        """Forget the projections' weights, which are frozen and served; their shapes stay."""
+        for projection in self.projections():
+            for linear in projection.linears:
+                linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
+
     def rotation(self, length: int) -> Rotation:
         """Rotary tables that reach at least `length` positions."""
         if self._rotation is None or len(self._rotation.cosines) < length:
@@ -225,10 +247,9 @@ class Decoder(nn.Module):
         """
         rotation = self.rotation(longest)
         x_TD = self.embeddings(token_ids_T)
-        assert x_TD.requires_grad or not recompute, "a recomputed layer trains only where its input has a gradient"
         for layer in self.layers:
             if recompute:
-                x_TD = _Recomputed.apply(layer, x_TD, positions_T, rotation, spans)
+                x_TD = _Recomputed.apply(layer, x_TD, positions_T, rotation, spans, *layer.trained())
             else:
                 x_TD = layer(x_TD, positions_T, rotation, spans)
         return x_TD

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,16 +60,26 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """`save_folder` of any tensors, as they are where `dtype` is None, and with more keys in config.json."""
+    with new_folder(path) as aside:
+        _write_configs(aside, config, tokenizer, stop_token_ids, dtype or torch.float32, also_in_config or {})
+        _write_weights(aside, tensors, dtype, shard_bytes)
+        if tokenizer is not None:
+            _write_tokenizer(aside, tokenizer)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to be filled in the block, which then is renamed to `path`: that is whole or absent.
+
+    ConfigurationError when `path` exists and is not an empty folder.
+    """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigurationError(f"{path}: exists and is not an empty folder; choose another or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial-{os.getpid()}")
     aside.mkdir()
     try:
-        _write_configs(aside, config, tokenizer, stop_token_ids, dtype or torch.float32, also_in_config or {})
-        _write_weights(aside, tensors, dtype, shard_bytes)
-        if tokenizer is not None:
-            _write_tokenizer(aside, tokenizer)
+        yield aside
         # Replaces an empty folder; fails on any other.
         aside.rename(path)
     except BaseException:
@@ -106,18 +117,23 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dty
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
         rounded = {name: tensors[name].detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
-        (folder / file).touch()
-        mode = (folder / file).stat().st_mode
-        try:
-            save_file(rounded, folder / file, metadata={"format": "pt"})
-            # The library leaves the file readable by its owner alone, whatever the umask says.
-            (folder / file).chmod(mode)
-        except SafetensorError as error:
-            # The library wraps what the operating system said; callers have one plan for a full disk.
-            raise OSError(None, str(error), str(folder / file)) from error
+        write_tensors(folder / file, rounded)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Contiguous CPU tensors as safetensors; OSError when the disk refuses."""
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+        # The library leaves the file readable by its owner alone, whatever the umask says.
+        file.chmod(mode)
+    except SafetensorError as error:
+        # The library wraps what the operating system said; callers have one plan for a full disk.
+        raise OSError(None, str(error), str(file)) from error
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

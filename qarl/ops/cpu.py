@@ -279,6 +279,18 @@ class CpuKernels(ReferenceKernels):
         self.library.qarl_matmul(*map(address, (x_TK, packed, bias_N, residual_TN)), rows, n, k, address(y))
         return y
 
+    def add_low_rank_(self, y_TN: Tensor, x_TK: Tensor, a: Tensor, b: Tensor, siblings_S3: Tensor) -> Tensor:
+        """Both products in one pass, `y_TN` overwritten."""
+        as_float(y_TN, x_TK, a, b)
+        as_index(siblings_S3)
+        (rows, k), (panels, rank, _) = x_TK.shape, b.shape
+        ranks, n = len(siblings_S3) * rank, y_TN.shape[1]
+        assert a.shape[1] == k and len(y_TN) == rows, "adapter, input and output disagree"
+        inner = self.empty(rows, ranks)
+        inputs, outputs = map(address, (x_TK, a, b, siblings_S3)), map(address, (inner, y_TN))
+        self.library.qarl_add_low_rank(*inputs, rows, k, ranks, rank, panels, n, *outputs)
+        return y_TN
+
     def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
         """Nibbles in the panels of `pack`, and the scales beside them."""
         as_float(scales_NG)

@@ -28,7 +28,8 @@ LARGEST_BLOCK = 4096
 class Head:
     """The output projection with the final norm in front of it.
 
-    `weight` is the master, with gradient; it may have more rows than the operand, which is then its first rows.
+    `weight` is the master, which gets its gradient unless it is frozen; it may have more rows than the operand, which
+    is then its first rows.
     """
 
     operand: Operand
@@ -91,7 +92,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, targets, gain, *saved = ctx.saved_tensors
         scores = Scores(*saved)
         rows = prepare_rows(call.operand, "norm", hidden, Norm(gain, call.eps))
-        rows_TD, grad_weight = call.operand.rows_as_float(rows), gradient_of(call.weight)
+        rows_TD = call.operand.rows_as_float(rows)
+        grad_weight = gradient_of(call.weight) if call.weight.requires_grad else None
         grad_rows = torch.zeros_like(hidden)
         grad_T, of_entropy = grad_T.contiguous(), grad_entropy_T.contiguous() if call.entropy_gradient else None
         served = call.operand.height
@@ -102,7 +104,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grads = operand.product(rows, None)
             kernels().logits_gradient_(grads, targets - first, scores, grad_T, of_entropy, call.inverse_temperature)
             grad_rows.addmm_(grads, operand.dense(call.weight[first:]))
-            grad_weight[first : some.stop].addmm_(grads.t(), rows_TD)
+            if grad_weight is not None:
+                grad_weight[first : some.stop].addmm_(grads.t(), rows_TD)
         grad_hidden, grad_gain = kernels().rms_norm_backward(grad_rows, hidden, gain, call.eps)
         return None, grad_hidden, None, grad_gain, None
 

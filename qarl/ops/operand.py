@@ -87,17 +87,22 @@ class IntegerOperand:
         assert scales_T is not None
         return codes_TK.float() * scales_T[:, None]
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K]; that of the weight is added to `weights`, its parts [n, K].
+    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
+        """Straight-through gradient of rows [T, K], on the codes themselves if the gradient may be rounded."""
+        if rounding is None:
+            return grad_TN @ self.dense()
+        return kernels().grad_rows(grad_TN, self.weight, self.scales, rounding)
 
-        On the codes themselves if the gradient may be rounded.
-        """
+    def add_grad_weight(
+        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
+    ) -> None:
+        """Add the straight-through gradient of the weight to `weights`, its parts [n, K]; rounding as above."""
         codes_TK, scales_T = rows
         assert scales_T is not None
         if rounding is None:
-            return float_backward(self, grad_TN, rows, weights)
-        kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights, rounding)
-        return kernels().grad_rows(grad_TN, self.weight, self.scales, rounding)
+            add_float_grad_weight(self, grad_TN, rows, weights)
+        else:
+            kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights, rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,9 +150,15 @@ class Int4Operand:
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
-        return float_backward(self, grad_TN, rows, weights)
+    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
+        """Straight-through gradient of rows [T, K], in fp32 always."""
+        return grad_TN @ self.dense()
+
+    def add_grad_weight(
+        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
+    ) -> None:
+        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
+        add_float_grad_weight(self, grad_TN, rows, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,20 +225,25 @@ class FloatOperand:
             return x_TK
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
-    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
-        return float_backward(self, grad_TN, rows, weights)
+    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
+        """Straight-through gradient of rows [T, K], in fp32 always."""
+        return grad_TN @ self.dense()
+
+    def add_grad_weight(
+        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
+    ) -> None:
+        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
+        add_float_grad_weight(self, grad_TN, rows, weights)
 
 
 Operand = IntegerOperand | Int4Operand | FloatOperand
 
 
-def float_backward(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> Tensor:
-    """grad @ weight, and grad^T @ rows added to `weights`, on the fp32 values that the codes stand for."""
+def add_float_grad_weight(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> None:
+    """grad^T @ rows added to `weights`, on the fp32 values that the codes stand for."""
     rows_TK = operand.rows_as_float(rows)
     for weight, grad in zip(weights, grad_TN.split([len(weight) for weight in weights], 1), strict=True):
         weight.addmm_(grad.t(), rows_TK)
-    return grad_TN @ operand.dense()
 
 
 def rounds_gradients(operand: Operand) -> bool:

@@ -245,6 +245,19 @@ class ReferenceKernels:
         y_TN = y_TN if bias_N is None else y_TN + bias_N
         return y_TN if residual_TN is None else y_TN + residual_TN
 
+    def add_low_rank_(self, y_TN: Tensor, x_TK: Tensor, a: Tensor, b: Tensor, siblings_S3: Tensor) -> Tensor:
+        """y += (x A^T) B^T in fp32, for each of S siblings in its own columns; `y_TN` is overwritten and returned.
+
+        `a` is `pack` of their A [r, K] stacked, `b` are those of their B [n, r] one after another. `siblings_S3` says
+        of each its first column of y, how many it has, and the first of its r columns of x A^T.
+        """
+        inner_TR, rank, first = x_TK @ a.t(), b.shape[1], 0
+        for column, height, inner in siblings_S3.tolist():
+            added_TN = inner_TR[:, inner : inner + rank] @ b[first : first + height].t()
+            y_TN[:, column : column + height] += added_TN
+            first += height
+        return y_TN
+
     def pack_int4(self, codes_NK: Tensor, scales_NG: Tensor) -> PackedInt4:
         """4-bit codes (held in int8) with one scale a group along K, in the layout that `matmul_int4` wants."""
         return PackedInt4((codes_NK.shape[0], codes_NK.shape[1]), scales_NG, codes_NK)

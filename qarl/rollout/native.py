@@ -30,6 +30,7 @@ from qarl.rollout.config import NativeEngineConfig
 from qarl.rollout.forward import Forward, Inputs
 from qarl.rollout.request import Progress, Request, SharedPrompt, Stop, check_limit, requests_of, spans_of, unstarted
 from qarl.rollout.seeds import uniforms
+from qarl.sync.adapters import adapters_of, verify_adapters
 from qarl.sync.snapshot import operands_of, unquantized, verify
 
 Run = tuple[SharedPrompt | Request, Sequence[int]]
@@ -70,19 +71,33 @@ class NativeEngine:
         self.decode = decode
         self.progress = progress
         self.is_running = False
+        self._base = ""  # checksum of the served weights without adapters
         self._last_occupancy = _Occupancy(1)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Serve this version; RunError when its tensors are not all of this model's, as they were published, or when
-        a rollout is running: its graphs hold the addresses of the weights it began with.
+        """Serve this version; of adapters, on the base that is served already, or else on the one they bring.
+
+        RunError when its tensors are not all of this model's, as they were published, or when a rollout is running: its
+        graphs hold the addresses of the weights it began with.
         """
         if self.is_running:
             raise RunError(f"version {snapshot.version} was loaded while a rollout runs; load between two rollouts")
+        if snapshot.lora is None:
+            self._load_base(snapshot)
+            self.decoder.adapt({})
+        else:
+            verify_adapters(self.decoder, snapshot)
+            if snapshot.lora.base.checksum != self._base:
+                self._load_base(snapshot.lora.base)
+            self.decoder.adapt(adapters_of(self.decoder, snapshot))
+        self.version = snapshot.version
+
+    def _load_base(self, snapshot: Snapshot) -> None:
         verify(self.decoder, snapshot)
         operands = operands_of(self.decoder, snapshot)
         self.decoder.assign(unquantized(snapshot), requires_grad=False)
         self.decoder.serve(operands)
-        self.version = snapshot.version
+        self._base = snapshot.checksum
 
     def metrics(self) -> Metrics:
         """`perf/bubble`: the share of the last rollout's slot time that stood idle (papers: SortedRL)."""

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qarl.errors import RunError
-from qarl.records import Snapshot
+from qarl.records import Lora, Snapshot
+from qarl.sync.adapters import adapters_checksum
 from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import from_stored, stored
 
@@ -29,11 +30,20 @@ DESCRIPTION = "snapshot.json"
 MARKER = "COMPLETE"
 
 
+class _Adapts(TypedDict):
+    """What adapters belong to: the checksum of their base, and how they are scaled."""
+
+    base: str
+    rank: int
+    alpha: float
+
+
 class _Description(TypedDict):
     version: int
     schemes: dict[str, str]
     checksum: str
     digests: dict[str, str]
+    lora: _Adapts | None
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
@@ -42,21 +52,23 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     RunError if it holds anything else, or if the tensors are no longer those of the snapshot's checksum.
     """
     _check_replaceable(folder)
-    tensor_digests = digests(snapshot.tensors)
-    if combine(tensor_digests) != snapshot.checksum:
-        raise RunError(f"snapshot of version {snapshot.version} changed after it was published: its checksum is stale")
+    lora = snapshot.lora
     description = _Description(
         version=snapshot.version,
         schemes=dict(snapshot.schemes),
         checksum=snapshot.checksum,
-        digests=tensor_digests,
+        digests=digests(snapshot.tensors),
+        lora=None if lora is None else _Adapts(base=lora.base.checksum, rank=lora.rank, alpha=lora.alpha),
     )
+    if _checksum(description) != snapshot.checksum:
+        raise RunError(f"snapshot of version {snapshot.version} changed after it was published: its checksum is stale")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.writing")
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir()
-    save_file(_unshared(stored(snapshot.tensors, snapshot.schemes)), aside / TENSORS)
+    tensors = stored(snapshot.tensors, snapshot.schemes) if lora is None else snapshot.tensors
+    save_file(_unshared(tensors), aside / TENSORS)
     (aside / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
     for path in (aside / TENSORS, aside / DESCRIPTION, aside):
         _sync(path)
@@ -68,10 +80,10 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     _sync(folder)
 
 
-def read_snapshot(folder: Path) -> Snapshot:
-    """Read a snapshot back, equal to the one written to the bit.
+def read_snapshot(folder: Path, base: Snapshot | None = None) -> Snapshot:
+    """Read a snapshot back, equal to the one written to the bit; one of adapters together with their `base`.
 
-    RunError naming the file or the tensor if the snapshot is incomplete or damaged.
+    RunError naming the file or the tensor if the snapshot is incomplete or damaged, or if its base is another one.
     """
     if not (folder / MARKER).is_file():
         raise RunError(f"{folder}: no complete snapshot here (no file {MARKER}); it was never written or not finished")
@@ -80,19 +92,38 @@ def read_snapshot(folder: Path) -> Snapshot:
         found = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{folder / TENSORS}: cannot be read: {error}") from error
-    tensors = from_stored(found, description["schemes"], str(folder / TENSORS))
+    lora = _of_base(description, base, folder)
+    tensors = found if lora is not None else from_stored(found, description["schemes"], str(folder / TENSORS))
     _check_digests(digests(tensors), description, folder)
-    return Snapshot(description["version"], tensors, description["schemes"], description["checksum"])
+    return Snapshot(description["version"], tensors, description["schemes"], description["checksum"], lora=lora)
+
+
+def _of_base(description: _Description, base: Snapshot | None, folder: Path) -> Lora | None:
+    adapts = description["lora"]
+    if adapts is None:
+        return None
+    if base is None or base.checksum != adapts["base"]:
+        given = "none was given" if base is None else f"what was given is {base.checksum}"
+        raise RunError(f"{folder}: adapters of the base {adapts['base']}, but {given}; read that base first")
+    return Lora(base, adapts["rank"], adapts["alpha"])
+
+
+def _checksum(description: _Description) -> str:
+    """What the snapshot's checksum should be."""
+    adapts = description["lora"]
+    return combine(description["digests"]) if adapts is None else adapters_checksum(description["digests"], **adapts)
 
 
 def _read_description(path: Path) -> _Description:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        lora = content["lora"]
         return _Description(
             version=int(content["version"]),
             schemes=dict(content["schemes"]),
             checksum=str(content["checksum"]),
             digests=dict(content["digests"]),
+            lora=None if lora is None else _Adapts(base=lora["base"], rank=lora["rank"], alpha=lora["alpha"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: not a snapshot's description: {error!r}") from error
@@ -104,7 +135,7 @@ def _check_digests(found: Mapping[str, str], description: _Description, folder: 
         if found.get(name) != expected.get(name):
             kind = "missing" if name not in found else "unexpected" if name not in expected else "damaged"
             raise RunError(f"{folder / TENSORS}: tensor {name} is {kind}; write the snapshot again")
-    if combine(expected) != description["checksum"]:
+    if _checksum(description) != description["checksum"]:
         raise RunError(f"{folder / DESCRIPTION}: its checksum does not belong to its digests; write the snapshot again")
 
 

@@ -16,6 +16,7 @@ from qarl.learner.batch import micro_batches, shares_of
 from qarl.learner.learner import LocalLearner
 from qarl.metrics import values
 from qarl.models.config import ModelConfig
+from qarl.models.lora import LoraConfig
 from qarl.models.rope import RopeConfig
 from qarl.ops.kernels import kernels
 from qarl.records import Group, Sampling
@@ -95,6 +96,13 @@ RUNS = st.builds(
 )
 
 
+LORAS = st.builds(
+    LoraConfig,
+    rank=st.sampled_from([1, 3, 16, 40]),
+    targets=st.sampled_from([("*",), ("*.k_proj", "*.up_proj"), ("*.0.*.o_proj", "*.down_proj")]),
+)
+
+
 @st.composite
 def cases(draw: st.DrawFn, longest: int) -> Case:
     scheme = draw(st.sampled_from(["none", "w8a8-int8", "w4a8-int8", "w4a16"]))
@@ -115,6 +123,7 @@ def cases(draw: st.DrawFn, longest: int) -> Case:
             "micro_batch_tokens": draw(st.sampled_from([1, 40, 100, 1024])),
             "head_chunk_tokens": draw(st.sampled_from([1, 5, 256])),
             "activation_checkpointing": draw(st.booleans()),
+            "lora": draw(st.none() | LORAS),
         },
     )
 

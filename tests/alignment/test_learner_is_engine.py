@@ -12,6 +12,7 @@ from qarl.errors import RunError
 from qarl.learner.batch import micro_batches, pack, shares_of
 from qarl.learner.learner import LocalLearner
 from qarl.metrics import values
+from qarl.models.lora import LoraConfig
 from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
 from qarl.records import Group, Sampling
@@ -62,6 +63,35 @@ def test_every_scheme_is_exact_through_several_updates(small, scheme: str, kv):
         assert found["mismatch/bit_equal"] == 1.0
         assert found["mismatch/max_abs"] == 0.0
     assert len(checksums) == 3
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("targets", [("*",), ("*.v_proj", "*.0.mlp.up_proj", "*.down_proj")], ids=" ".join)
+def test_adapters_on_every_scheme_are_exact_through_several_updates(small, scheme: str, kv, targets):
+    small = dataclasses.replace(small, kv=kv)
+    learner = small.learner(scheme, lora=LoraConfig(rank=5, alpha=7.0, targets=targets), lr=0.03)
+    engine = small.engine(prefill_tokens=24, max_concurrency=5)
+    checksums = set()
+    for step in range(3):
+        engine.load(learner.publish())
+        checksums.add(learner.publish().checksum)
+        groups = engine.generate(small.prompts(*LENGTHS), 3, small.sampling, (0, step))
+        assert_aligned(learner, groups)
+        found = values(learner.update(groups, small.advantages(groups)))
+        assert (found["mismatch/bit_equal"], found["mismatch/max_abs"]) == (1.0, 0.0)
+    assert len(checksums) == 3
+
+
+@pytest.mark.parametrize("scheme", ["none", "w8a8-int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_every_family_are_exact(small, family, scheme: str):
+    small = dataclasses.replace(small, config=dataclasses.replace(small.config, family=family, **FAMILIES[family]))
+    learner = small.learner(scheme, lora=LoraConfig(rank=3))
+    for _ in range(3):
+        groups = small.rollout(learner, *LENGTHS)
+        assert_aligned(learner, groups)
+        learner.update(groups, small.advantages(groups))
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int8"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from qarl.errors import ConfigurationError, RunError
+from qarl.learner.learner import LocalLearner
+from qarl.models.lora import LoraConfig
 from qarl.quant import SCHEMES
 from qarl.records import Completion, Group, Prompt, Snapshot
 from qarl.roles import Engine
@@ -116,6 +118,70 @@ def test_a_snapshot_that_is_not_what_was_published_is_refused(small, engine_of):
     codes[0, 0] ^= 1
     damaged = dataclasses.replace(snapshot, version=1, tensors={**snapshot.tensors, name: codes}, operands=None)
     with pytest.raises(RunError, match="version 1"):
+        engine.load(damaged)
+    assert engine.version == 0
+    assert_same(engine.generate(prompts, 2, small.sampling, SEED), before)
+
+
+def adapted(small, updates: int) -> LocalLearner:
+    """A learner of adapters, after so many updates."""
+    learner = small.learner("w8a8-int8", lora=LoraConfig(rank=4), lr=0.05)
+    for _ in range(updates):
+        groups = small.rollout(learner, *LENGTHS)
+        learner.update(groups, small.advantages(groups))
+    return learner
+
+
+@every_engine
+def test_adapters_are_served_on_the_base_they_bring_or_that_is_served_already(small, engine_of):
+    learner, prompts = adapted(small, 1), small.prompts(*LENGTHS)
+    first = learner.publish()
+    engine = engine_of(small, first)
+    before = engine.generate(prompts, 2, small.sampling, SEED)
+    groups = small.rollout(learner, *LENGTHS)
+    learner.update(groups, small.advantages(groups))
+    second = learner.publish()
+    engine.load(second)
+    found = engine.generate(prompts, 2, small.sampling, SEED)
+    assert engine.version == 2
+    assert all(completion.versions.tolist() == [2] * len(completion) for completion in completions(found))
+    assert_same(found, engine_of(small, second).generate(prompts, 2, small.sampling, SEED))
+    assert tokens(found) != tokens(before)
+    engine.load(first)
+    assert_same(engine.generate(prompts, 2, small.sampling, SEED), before)
+
+
+@every_engine
+def test_without_adapters_the_engine_serves_weights_alone_again(small, engine_of):
+    prompts, plain = small.prompts(*LENGTHS), small.learner("w8a8-int8").publish()
+    engine = engine_of(small, plain)
+    before = engine.generate(prompts, 2, small.sampling, SEED)
+    engine.load(adapted(small, 1).publish())
+    assert tokens(engine.generate(prompts, 2, small.sampling, SEED)) != tokens(before)
+    engine.load(plain)
+    assert_same(engine.generate(prompts, 2, small.sampling, SEED), before)
+
+
+@every_engine
+@pytest.mark.parametrize("what", ["an adapter", "the base", "a byte of the base"])
+def test_adapters_that_are_not_what_was_published_are_refused(small, engine_of, what: str):
+    snapshot, prompts = adapted(small, 1).publish(), small.prompts(*LENGTHS)
+    assert snapshot.lora is not None
+    engine = engine_of(small, small.learner("w8a8-int8", seed=1).publish())
+    before = engine.generate(prompts, 2, small.sampling, SEED)
+    if what == "an adapter":
+        name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+        tensors = {**snapshot.tensors, name: snapshot.tensors[name] + 1e-3}
+        damaged = dataclasses.replace(snapshot, tensors=tensors)
+    else:
+        base, name = snapshot.lora.base, "model.layers.0.self_attn.k_proj.weight"
+        if what == "the base":
+            base = small.learner("w8a8-int8", seed=1).publish()
+        else:
+            tensors = {**base.tensors, name: base.tensors[name] ^ 1}
+            base = dataclasses.replace(base, tensors=tensors, operands=None)
+        damaged = dataclasses.replace(snapshot, lora=dataclasses.replace(snapshot.lora, base=base))
+    with pytest.raises(RunError, match="nothing was loaded"):
         engine.load(damaged)
     assert engine.version == 0
     assert_same(engine.generate(prompts, 2, small.sampling, SEED), before)

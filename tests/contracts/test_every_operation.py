@@ -29,15 +29,17 @@ from qarl.learner.batch import Sample, Share, pack
 from qarl.learner.config import LearnerConfig
 from qarl.learner.learner import score
 from qarl.models.decoder import Decoder
+from qarl.models.lora import LoraConfig, new_adapters
 from qarl.models.names import TINY_CONFIG
 from qarl.ops import attention, embedding, head, library, linear
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels, Scores, Spans
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
-from qarl.records import Group, Prompt, Sampling
+from qarl.records import Group, Lora, Prompt, Sampling
 from qarl.rollout.config import NativeEngineConfig
 from qarl.rollout.native import NativeEngine, Rollout
+from qarl.sync.adapters import adapters_of, take_adapters
 from qarl.sync.snapshot import operands_of, take_snapshot
 
 ROWS, WIDTH, OUT = 30, 600, 1100
@@ -77,6 +79,8 @@ TARGETS, UNIFORMS = torch.arange(ROWS) * 7, (torch.arange(ROWS) + 0.5) / ROWS
 ANGLES = normal(200, DIM // 2, seed=7)
 QKV = normal(ROWS, (HEADS + 2 * KV_HEADS) * DIM, seed=8)
 GAINS = (normal(DIM, seed=9), normal(DIM, seed=10))
+RANK = 5
+LOW_RANK_A, LOW_RANK_B = normal(2 * RANK, WIDTH, seed=12), normal(55, RANK, seed=13)
 QUERIES, KEYS, VALUES = (
     normal(n, h, DIM, seed=11 + n) for n, h in ((ROWS, HEADS), (STORE, KV_HEADS), (STORE, KV_HEADS))
 )
@@ -107,6 +111,13 @@ def integer_matmul(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
         codes, scales = CODES[rows].to(dtype) * factor, ROW_SCALES[rows] / factor**2
         found.append(k.integer_matmul(codes, scales, weight, COLUMN_SCALES, BIAS, RESIDUAL[rows]))
     return tuple(found)
+
+
+def add_low_rank(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    """Two siblings of three, of no whole panels."""
+    table = torch.tensor([[0, 21, 0], [OUT - 34, 34, RANK]])
+    b = torch.cat([k.pack(LOW_RANK_B[:21]), k.pack(LOW_RANK_B[21:])])
+    return (k.add_low_rank_(RESIDUAL[rows].clone(), X[rows], k.pack(LOW_RANK_A), b, table),)
 
 
 def token_logprobs(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
@@ -141,6 +152,7 @@ ROWWISE: dict[str, Operation] = {
     "matmul_int4": lambda k, rows: (
         k.matmul_int4(X4[rows], k.pack_int4(WEIGHT_NIBBLES, GROUP_SCALES), BIAS, RESIDUAL[rows]),
     ),
+    "add_low_rank_": add_low_rank,
     "split_rotate": split_rotate,
     "split_rotate_backward": split_rotate_backward,
     "attention": lambda k, rows: k.attention(QUERIES[rows], KEYS, VALUES, prefix_and_two_suffixes(rows), 0.3),
@@ -266,7 +278,9 @@ def main_output(result: Tensor | Scores | tuple[Tensor, Tensor]) -> Tensor:
     return result if isinstance(result, Tensor) else next(part for part in result if part.is_floating_point())
 
 
-def rollout_and_score(scheme: str, temperature: float, engine_kernels: ReferenceKernels) -> tuple[Tensor, Tensor]:
+def rollout_and_score(
+    scheme: str, temperature: float, engine_kernels: ReferenceKernels, has_adapters: bool = False
+) -> tuple[Tensor, Tensor]:
     """The engine's log-probabilities of what it samples with these kernels, and the learner's of the same tokens."""
     torch.manual_seed(0)
     decoder = Decoder(CONFIG)
@@ -275,6 +289,12 @@ def rollout_and_score(scheme: str, temperature: float, engine_kernels: Reference
     plan = plan_schemes(decoder.matrices(), scheme_named(scheme), QuantConfig())
     snapshot = take_snapshot(decoder, plan.quantized, version=0)
     decoder.serve(operands_of(decoder, snapshot))
+    if has_adapters:
+        adapters = new_adapters(decoder, LoraConfig(rank=4, alpha=1.0), seed=0)
+        for adapter in adapters.values():
+            adapter.b.normal_()
+        snapshot = take_adapters(adapters, Lora(snapshot, 4, 1.0), version=0)
+        decoder.adapt(adapters_of(decoder, snapshot))
     engine = NativeEngine(NativeEngineConfig(max_concurrency=3), CONFIG, CONFIG.vocab_size, decode=str)
     engine.load(snapshot)
     with using(engine_kernels):
@@ -312,6 +332,7 @@ SERVED_BY = {
     "quantize_rows": "w8a8-int8",
     "gated_quantize": "w8a8-int8",
     "integer_matmul": "w8a8-int8",
+    "add_low_rank_": "w8a8-int8",
 }
 """Every operation of the engine, and a scheme whose forward calls it."""
 
@@ -331,7 +352,8 @@ def test_every_operation_of_the_engine_is_tried():
 def test_one_last_bit_changed_in_the_engine_alone_is_seen(cpu: CpuKernels, name, scheme):
     changed = LastBit(cpu, name)
     with using(cpu):
-        engine, learner = rollout_and_score(scheme, 0.0 if name == "token_logprobs" else 0.8, changed)
+        temperature = 0.0 if name == "token_logprobs" else 0.8
+        engine, learner = rollout_and_score(scheme, temperature, changed, has_adapters=name == "add_low_rank_")
     assert changed.calls > 0
     assert not torch.equal(engine, learner)
     torch.testing.assert_close(engine, learner, rtol=0.1, atol=0.5)
@@ -351,7 +373,8 @@ def engines_alone_use(kernels: ReferenceKernels) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVED_BY) - {"token_logprobs"}))  # which the engine calls for greedy alone
+# The engine calls the one for greedy tokens alone, and `tiny` has none of the others.
+@pytest.mark.parametrize("name", sorted(set(SERVED_BY) - {"token_logprobs", "add_low_rank_"}))
 def test_qarl_align_fails_on_one_last_bit_of_the_engine_and_says_where(cpu: CpuKernels, name):
     with using(cpu), engines_alone_use(LastBit(cpu, name)):
         found = align("tiny", SERVED_BY[name], 100, "fp32", "auto")

@@ -31,6 +31,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "learner.activation_checkpointing": (True, False),
     "learner.gradients": ("auto", "fp32"),
     "learner.optimizer.type": ("adamw", "muon"),
+    "learner.lora.rank": (None, None, 2, 16),
     "objective.type": ("tbpo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "dual_clip", "positive_only", "acr"),
     "objective.kl.type": (None, None, "k1", "k2", "k3"),
     "objective.entropy_coef": (0.0, 0.0, 0.01),

@@ -99,6 +99,20 @@ def test_a_run_stopped_by_ctrl_c_goes_on_exactly(tmp_path: Path) -> None:
     assert len(unbroken["metrics"]) == len(unbroken["completions"]) == found.step + 3
 
 
+def test_a_run_of_adapters_goes_on_exactly_and_is_evaluated_as_it_was(tmp_path: Path) -> None:
+    options = ("--learner.lora.rank=4", "--steps=4")
+    assert run_command(command_for(tmp_path / "stopped", *options, "--steps=2")) == 0
+    assert run_command(command_for(tmp_path / "stopped", *options)) == 0
+    assert run_command(command_for(tmp_path / "unbroken", *options)) == 0
+    unbroken = outcome(tmp_path / "unbroken")
+    assert set(unbroken["tensors"]) == {"adapter_model.safetensors", "optimizer.safetensors"}
+    assert [row["mismatch/bit_equal"] for row in unbroken["metrics"]] == [1.0] * 4
+    stopped = outcome(tmp_path / "stopped")
+    # The shorter run also measured its end.
+    stopped["evaluations"] = list({row["step"]: row for row in stopped["evaluations"]}.values())
+    assert stopped == unbroken
+
+
 def test_a_run_killed_while_saving_again_and_again_goes_on_exactly(tmp_path: Path) -> None:
     sizes = ("--steps=6", "--checkpoint.every=1", "--checkpoint.keep_last=1")
     killed = command_for(tmp_path / "killed", *sizes)

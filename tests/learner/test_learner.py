@@ -18,6 +18,7 @@ from qarl.learner.batch import pack, shares_of
 from qarl.learner.learner import LocalLearner, codes_flipped, dither_seed, score
 from qarl.metrics import values
 from qarl.models.config import ModelConfig, rope_tables
+from qarl.models.lora import LoraConfig, merged
 from qarl.objectives import Grpo, Reinforce
 from qarl.objectives.policy_loss import KlPenalty
 from qarl.ops.kernels import kernels, using
@@ -39,7 +40,7 @@ class RecordedGradients:
     lr = 0.0
 
     def __init__(self, learner: LocalLearner) -> None:
-        self.parameters = dict(learner.decoder.named_parameters())
+        self.parameters = learner.trained()
         self.steps: list[dict[str, Tensor]] = []
 
     def set_lr(self, factor: float) -> None:
@@ -130,13 +131,10 @@ def plain_distribution(small, weights: Mapping[str, Tensor], group: Group, compl
     return (logits / small.sampling.temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
-def test_the_gradient_is_that_of_a_plain_float64_model(small, entropy_coef: float):
-    learner = small.learner(objective=Reinforce(entropy_coef=entropy_coef), head_chunk_tokens=7, **UNCLIPPED)
-    groups = small.rollout(learner, *LENGTHS)
-    advantages = small.advantages(groups)
-
-    weights = {name: master.double().requires_grad_() for name, master in masters(learner).items()}
+def plain_loss(
+    small, weights: Mapping[str, Tensor], groups: list[Group], advantages: list[Tensor], entropy_coef: float
+) -> tuple[Tensor, float]:
+    """The loss of Reinforce over a batch by a plain model, with gradient, and the mean entropy."""
     loss, num_tokens, total_entropy = torch.zeros((), dtype=torch.float64), 0, 0.0
     for group, advantages_G in zip(groups, advantages, strict=True):
         for completion, advantage in zip(group.completions, advantages_G.tolist(), strict=True):
@@ -147,13 +145,47 @@ def test_the_gradient_is_that_of_a_plain_float64_model(small, entropy_coef: floa
             total_entropy += float(entropy.detach().sum())
             loss = loss - (advantage * sampled + entropy_coef * entropy).sum()
             num_tokens += len(completion)
-    (loss / num_tokens).backward()
+    return loss / num_tokens, total_entropy / num_tokens
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_the_gradient_is_that_of_a_plain_float64_model(small, entropy_coef: float):
+    learner = small.learner(objective=Reinforce(entropy_coef=entropy_coef), head_chunk_tokens=7, **UNCLIPPED)
+    groups = small.rollout(learner, *LENGTHS)
+    advantages = small.advantages(groups)
+
+    weights = {name: master.double().requires_grad_() for name, master in masters(learner).items()}
+    loss, entropy = plain_loss(small, weights, groups, advantages, entropy_coef)
+    loss.backward()
     expected = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
     recorded = learner.optimizer = RecordedGradients(learner)
     found = values(learner.update(groups, advantages))
     assert_close(recorded.steps[0], expected, 2e-5)
-    assert found["objective/entropy"] == pytest.approx(total_entropy / num_tokens, rel=1e-5)
-    assert found["objective/loss"] == pytest.approx(float(loss.detach()) / num_tokens, rel=1e-5)
+    assert found["objective/entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert found["objective/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "targets", [("*",), ("*.q_proj", "*.v_proj"), ("*.1.mlp.down_proj",), ("*.0.mlp.down_proj",)], ids=" ".join
+)
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_gradient_of_adapters_is_that_of_a_plain_float64_model(small, targets, recomputes: bool):
+    """Whatever the first layer that has one: nothing before it takes a gradient."""
+    lora = LoraConfig(rank=4, alpha=6.0, targets=targets)
+    learner = small.learner(lora=lora, activation_checkpointing=recomputes, **UNCLIPPED)
+    with torch.no_grad():
+        for tensor in learner.trained().values():
+            tensor.add_(0.05 * torch.randn_like(tensor))
+    learner._snapshot = learner._requantize()
+    groups = small.rollout(learner, *LENGTHS)
+    advantages = small.advantages(groups)
+
+    adapters = {name: tensor.detach().double().requires_grad_() for name, tensor in learner.trained().items()}
+    weights = {name: weight.double() for name, weight in small.weights().items()}
+    plain_loss(small, merged(weights, adapters, 1.5), groups, advantages, 0.0)[0].backward()
+    expected = {name: tensor.grad for name, tensor in adapters.items() if tensor.grad is not None}
+    assert_close(gradients(learner, groups, advantages), expected, 2e-5)
+    assert all(parameter.grad is None for parameter in learner.decoder.parameters())
 
 
 @pytest.mark.parametrize(("scheme", "kv"), [("none", "fp32"), ("w8a8-int8", "int8"), ("w4a16", "int8")], ids=str)

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qarl.errors import RunError
+from qarl.ops.adapter import LowRank
 from qarl.quant import SCHEMES, quantize, unpack_int4
-from qarl.records import Snapshot
+from qarl.records import Lora, Snapshot
 from qarl.sync import disk
+from qarl.sync.adapters import take_adapters
 from qarl.sync.checksum import checksum
 from qarl.sync.disk import DESCRIPTION, MARKER, TENSORS, read_snapshot, write_snapshot
 
@@ -50,6 +52,35 @@ def test_packed_schemes_are_stored_as_other_readers_expect(tmp_path: Path) -> No
     assert stored[f"{MODULE}.weight_packed"].shape == (6, 32)
     assert stored[f"{MODULE}.weight_shape"].tolist() == [6, 256]
     assert torch.equal(unpack_int4(stored[f"{MODULE}.weight_packed"], 256), written.tensors[f"{MODULE}.weight"])
+
+
+def adapters(base: Snapshot) -> Snapshot:
+    low_rank = {MODULE: LowRank(torch.randn(2, 256), torch.randn(6, 2))}
+    return take_adapters(low_rank, Lora(base, 2, 3.5), version=8)
+
+
+def test_adapters_come_back_on_their_base_and_are_written_without_it(tmp_path: Path) -> None:
+    base = snapshot("w4a16")
+    written = adapters(base)
+    write_snapshot(written, tmp_path / "v8")
+    assert load_file(tmp_path / "v8" / TENSORS).keys() == written.tensors.keys()
+    read = read_snapshot(tmp_path / "v8", base)
+    assert checksum(read.tensors) == checksum(written.tensors)
+    assert (read.version, read.schemes, read.checksum) == (8, base.schemes, written.checksum)
+    assert read.lora is not None and read.lora.base is base and (read.lora.rank, read.lora.alpha) == (2, 3.5)
+
+
+def test_adapters_without_their_base_or_with_another_scale_are_refused(tmp_path: Path) -> None:
+    base = snapshot("w4a16")
+    write_snapshot(adapters(base), tmp_path / "v8")
+    with pytest.raises(RunError, match=rf"adapters of the base {base.checksum}, but none was given; read that base"):
+        read_snapshot(tmp_path / "v8")
+    with pytest.raises(RunError, match=rf"adapters of the base {base.checksum}, but what was given is [0-9a-f]+; read"):
+        read_snapshot(tmp_path / "v8", snapshot("w4a16", version=6))
+    description = tmp_path / "v8" / DESCRIPTION
+    description.write_text(description.read_text().replace('"alpha": 3.5', '"alpha": 4.5'))
+    with pytest.raises(RunError, match="its checksum does not belong to its digests"):
+        read_snapshot(tmp_path / "v8", base)
 
 
 def test_tied_tensors_and_views_can_be_written(tmp_path: Path) -> None:

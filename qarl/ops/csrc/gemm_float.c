@@ -112,6 +112,52 @@ void qarl_matmul(const float *x, const float *packed, const float *bias, const f
     }
 }
 
+// ------------------------------------------------------------------------------------------------- adapters
+
+#define ADAPTER_ROWS (4 * ROW_TILE)  // rows of a task: few, since there are few panels to share out
+
+// Of sibling matrices [first column of y, columns, first column of `inner`] each, the one that owns a panel of B, and
+// the panel's place among its own.
+static const int64_t *sibling_of(const int64_t *siblings, int64_t *panel) {
+    while (*panel >= (siblings[1] + PANEL - 1) / PANEL) {
+        *panel -= (siblings[1] + PANEL - 1) / PANEL;
+        siblings += 3;
+    }
+    return siblings;
+}
+
+// y[rows, n] += inner B^T, a sibling's columns from its `rank` columns of inner[rows, ranks] = x[rows, k] A^T; both
+// are chains in order. A is packed in panels, and the B of siblings are so one after another, `panels` in all.
+void qarl_add_low_rank(const float *x, const float *a, const float *b, const int64_t *siblings, int64_t rows, int64_t k,
+                       int64_t ranks, int64_t rank, int64_t panels, int64_t n, float *inner, float *y) {
+    int64_t inner_panels = (ranks + PANEL - 1) / PANEL;
+#pragma omp parallel
+    {
+        float sums[ADAPTER_ROWS * PANEL] __attribute__((aligned(64)));
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t t = 0; t < rows; t += ADAPTER_ROWS)
+            for (int64_t p = 0; p < inner_panels; p++) {
+                int64_t count = rows - t < ADAPTER_ROWS ? rows - t : ADAPTER_ROWS;
+                memset(sums, 0, count * PANEL * sizeof(float));
+                for (int64_t i = 0; i < k; i += DEPTH)
+                    accumulate(x + t * k + i, k, a + (p * k + i) * PANEL, count, k - i < DEPTH ? k - i : DEPTH, sums);
+                finish(sums, NULL, NULL, count, ranks, p * PANEL, inner + t * ranks);
+            }
+#pragma omp for collapse(2) schedule(dynamic, 8)
+        for (int64_t t = 0; t < rows; t += ADAPTER_ROWS)
+            for (int64_t p = 0; p < panels; p++) {
+                int64_t count = rows - t < ADAPTER_ROWS ? rows - t : ADAPTER_ROWS, own = p;
+                const int64_t *sibling = sibling_of(siblings, &own);
+                int64_t columns = sibling[1] - own * PANEL < PANEL ? sibling[1] - own * PANEL : PANEL;
+                float *out = y + t * n + sibling[0] + own * PANEL;
+                memset(sums, 0, count * PANEL * sizeof(float));
+                accumulate(inner + t * ranks + sibling[2], ranks, b + p * rank * PANEL, count, rank, sums);
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t c = 0; c < columns; c++) out[r * n + c] += sums[r * PANEL + c];
+            }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- 4-bit weights
 
 // Codes [n, k] in [-7, 7] and scales [n, k / group] to panels of nibbles [panels][k][LANES bytes], byte c holding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from qarl.records import Sampling
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.launch import arguments, environment
 from qarl.rollout.vllm.service import Answer, Ask, Watch, sampling_params
+
+SECONDS_BETWEEN_LOOKS = 0.5
+"""How often a waiting client looks whether vLLM is alive."""
 
 
 class Offline:
@@ -74,34 +78,40 @@ class Offline:
 
     @contextmanager
     def _watchdog(self) -> Iterator[Callable[[], None]]:
-        """What to call at every sign of life. RunError where vLLM dies inside, or is silent for too long: then it is
-        ended, so that what waits for it hears of its death.
+        """What to call at every sign of life. RunError where vLLM dies inside, or is silent for too long: then it is ended.
+
+        vLLM's own client waits for a killed engine for ever, so it is told of its death here.
         """
-        heard, is_over, was_silent = Event(), Event(), Event()
+        client = self._llm.llm_engine.engine_core
+        last, is_over, silent = [time.monotonic()], Event(), Event()
 
         def watch() -> None:
-            while heard.wait(self._timeout):
-                heard.clear()
-                if is_over.is_set():
-                    return
-            was_silent.set()
-            _end_processes()
-
-        def end() -> None:
-            is_over.set()
-            heard.set()
+            while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+                if time.monotonic() - last[0] > self._timeout:
+                    silent.set()
+                    _end_processes()
+                if silent.is_set() or client.resources.engine_dead:
+                    return _tell_of_death(client)
 
         Thread(target=watch, daemon=True).start()
         try:
-            yield heard.set
+            yield lambda: last.__setitem__(0, time.monotonic())
         except Exception as error:
-            if was_silent.is_set():
-                raise RunError(
-                    f"vLLM gave no sign of life for {self._timeout:g} s (engine.timeout_s); it was ended"
-                ) from error
+            if silent.is_set():
+                reason = f"vLLM gave no sign of life for {self._timeout:g} s (engine.timeout_s); it was ended"
+                raise RunError(reason) from error
             raise RunError(f"vLLM failed: {str(error) or type(error).__name__}; what it said is above") from error
         finally:
-            end()
+            is_over.set()
+
+
+def _tell_of_death(client: Any) -> None:
+    """End every wait for this engine's answers, of which there will be none."""
+    error = RuntimeError("its engine process is dead")
+    client.outputs_queue.put_nowait(error)
+    for future in list(client.utility_results.values()):
+        if not future.done():
+            future.set_exception(error)
 
 
 def _delta(output: Any) -> tuple[Sequence[int], list[float], str | None]:

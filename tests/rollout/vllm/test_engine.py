@@ -58,6 +58,7 @@ class Pretended:
         self.description: dict[str, Any] = {
             "vllm": "0.32.0",
             "dtype": "float32",
+            "head_dtype": "float32",
             "logprobs_mode": "processed_logprobs",
             "vocab_size": vocab_size,
             "max_model_len": 64,
@@ -132,7 +133,7 @@ class Stage:
     ) -> VllmEngine:
         """Serves the snapshot; without one, nothing yet."""
         settings = VllmEngineConfig(**{"dtype": "float32", "timeout_s": 20.0, **config})
-        engine = VllmEngine(settings, url, self.small.config, self.small.sampleable, 40, str, (0, 1, 2, 3), progress)
+        engine = VllmEngine(settings, url, self.small.config, self.small.sampleable, 40, str, progress)
         if snapshot is not None:
             engine.load(snapshot)
         return engine
@@ -298,7 +299,7 @@ def test_what_cannot_be_completed_is_refused_by_the_prompts_name(stage: Stage) -
     engine.check_fit([Prompt("just", (1,) * 30, "", {})], sampling)
     for prompt, message in (
         (Prompt("nothing", (), "", {}), "prompt nothing: has no tokens"),
-        (Prompt("long", (1,) * 31, "", {}), r"prompt long: 31 prompt tokens .* = 10 exceed vLLM's context of 40"),
+        (Prompt("long", (1,) * 31, "", {}), r"prompt long: 31 prompt tokens .* = 10 exceed vLLM's 40 here"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             engine.generate([*stage.small.prompts(3), prompt], 2, sampling, SEED)
@@ -452,7 +453,7 @@ def test_a_server_may_have_a_shorter_context_than_the_recipe_asks(stage: Stage) 
     stage.service.description["max_model_len"] = 20
     engine = stage.engine(stage.snapshot(), url="http://node1:8000")
     engine.check_fit([Prompt("just", (1,) * 10, "", {})], stage.small.sampling)
-    with pytest.raises(ConfigurationError, match="exceed vLLM's context of 20"):
+    with pytest.raises(ConfigurationError, match="exceed vLLM's 20 here"):
         engine.check_fit([Prompt("long", (1,) * 11, "", {})], stage.small.sampling)
     assert stage.service.started_from == []
 

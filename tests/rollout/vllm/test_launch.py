@@ -125,11 +125,11 @@ def test_the_folder_is_read_by_transformers_and_by_the_library(
 ) -> None:
     decoder, snapshot = published(small, scheme, dtype)
     folder = tmp_path / "model"
-    write_model(folder, small.config, as_served(snapshot, 83, dtype), (7, 9))
+    write_model(folder, small.config, as_served(snapshot, 83, dtype), "float32")
 
     read = AutoConfig.from_pretrained(folder)
     assert (read.model_type, read.vocab_size, read.hidden_size, read.num_hidden_layers) == ("llama", 83, 128, 2)
-    assert (read.dtype, read.tie_word_embeddings, read.eos_token_id) == (dtype, True, [7, 9])
+    assert (read.dtype, read.tie_word_embeddings, read.head_dtype) == (dtype, True, "float32")
     tensors = load_file(folder / "model.safetensors")
     assert torch.equal(tensors[EMBEDDINGS], decoder.model.embed_tokens.weight.detach()[:83].to(dtype))
     assert snapshot.operands is not None
@@ -230,3 +230,10 @@ def test_tables_and_lists_are_json_on_the_command_line(monkeypatch: pytest.Monke
     command = command_line(Path("m"), VllmEngineConfig(options=options), 300, "h", 1)
     value_of = dict(itertools.pairwise(command))
     assert {name: json.loads(value_of[f"--{name.replace('_', '-')}"]) for name in options} == options
+
+
+@pytest.mark.parametrize("head_dtype", ["float32", "model"])
+def test_the_type_of_logits_is_that_of_the_recipe(small, tmp_path: Path, head_dtype: str) -> None:
+    served = as_served(small.learner().publish(), small.sampleable, torch.bfloat16)
+    write_model(tmp_path / "model", small.config, served, head_dtype)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["head_dtype"] == head_dtype

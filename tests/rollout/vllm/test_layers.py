@@ -1,5 +1,7 @@
 """Following the layers of a model; a model of vLLM's shape is enough."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ class Norm(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList([Layer(), Layer()])
         self.model.norm = Norm()
 
@@ -27,7 +29,8 @@ class Model(nn.Module):
         residual = torch.ones_like(hidden)
         for layer in self.model.layers:
             hidden, residual = layer(hidden, residual)
-        return self.model.norm(hidden, residual)[0]
+        normed: Tensor = self.model.norm(hidden, residual)[0]
+        return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return hidden
