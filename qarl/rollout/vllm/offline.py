@@ -78,7 +78,7 @@ class Offline:
 
     @contextmanager
     def _watchdog(self) -> Iterator[Callable[[], None]]:
-        """What to call at every sign of life. RunError where vLLM dies inside, or is silent for too long: then it is ended.
+        """What to call at every sign of life. RunError where vLLM dies inside, or is silent too long: then it is ended.
 
         vLLM's own client waits for a killed engine for ever, so it is told of its death here.
         """
