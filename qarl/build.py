@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from qarl import __version__
+from qarl.cluster.ray import Actors, Builder
 from qarl.doctor import scheme_kernels
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
@@ -25,7 +27,10 @@ from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
+from qarl.roles import Engine
+from qarl.rollout.fleet import Fleet
 from qarl.rollout.native import NativeEngine, Progress
+from qarl.rollout.probe import identity
 from qarl.runfolder import checkpoint_at, run_at
 
 
@@ -54,15 +59,15 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant)
-    engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
+    make_engine = partial(NativeEngine, recipe.engine, model.config, model.sampleable, renderer.decode)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
     first = source.take(0, recipe.prompts_per_step * recipe.sampling.max_rounds)[0]
     scorer.check(*source.known())
-    engine.check_fit([first], sampling)
+    make_engine().check_fit([first], sampling)
     return System(
-        cast=Cast(source, engine, scorer, recipe.advantage, learner),
+        cast=Cast(source, engine_of(recipe, make_engine, progress), scorer, recipe.advantage, learner),
         plan=Plan(
             recipe.seed,
             recipe.steps,
@@ -92,6 +97,16 @@ def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
     if emulated:
         found.append(f"{', '.join(emulated)}: emulated in fp32 on this machine, right but slow (`qarl doctor`)")
     return tuple(found)
+
+
+def engine_of(recipe: Recipe, make_engine: Builder, progress: Progress | None) -> Engine:
+    """The recipe's engine, in this process, or several in processes of their own; those serve nothing yet either."""
+    if recipe.cluster.engines == 0:
+        return make_engine(progress)
+    # Only an aligned learner counts on the engine's bits.
+    must_agree = partial(identity, recipe.engine, recipe.scheme) if recipe.alignment == "auto" else None
+    actors = Actors(recipe.cluster, make_engine, must_agree)
+    return Fleet(actors, recipe.cluster.engines, recipe.cluster.restarts, progress)
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:

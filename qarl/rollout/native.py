@@ -33,7 +33,7 @@ from qarl.rollout.seeds import stream_key, uniforms
 from qarl.sync.snapshot import operands_of, unquantized, verify
 
 Progress = Callable[[int, int], None]
-"""Called with (finished, total) completions as a rollout goes on."""
+"""Called with (finished, total) completions after every step of a rollout: whoever watches sees that it goes on."""
 
 Stop = Callable[[int, int], bool]
 """Asked with (finished, total) completions after every step whether to abort the others."""
@@ -355,7 +355,7 @@ class Rollout:
                 self.cache.release(request.shared.region)
         still = [r for r in self.running if r.finish_reason is None]
         self.finished += len(self.running) - len(still)
-        if self.engine.progress is not None and len(still) < len(self.running):
+        if self.engine.progress is not None:
             self.engine.progress(self.finished, self.total)
         self.running = still
 

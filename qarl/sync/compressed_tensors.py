@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.errors import ConfigurationError
+from qarl.errors import ConfigurationError, RunError
 from qarl.models.decoder import HEAD
-from qarl.quant import E4M3, INT4, INT8, SCHEMES, Quantizer, Scheme, pack_int4
+from qarl.quant import E4M3, INT4, INT8, SCHEMES, Quantizer, Scheme, pack_int4, unpack_int4
 from qarl.quant.scales import PerBlock, PerGroup, PerRow
 
 QUANTIZATION_CONFIG = "quantization_config"
@@ -38,6 +38,18 @@ def stored(tensors: Mapping[str, Tensor], schemes: Mapping[str, str]) -> dict[st
         found[f"{module}.weight_packed"] = pack_int4(codes)
         found[f"{module}.weight_shape"] = torch.tensor(codes.shape, dtype=torch.int64)
     return found
+
+
+def unstored(found: Mapping[str, Tensor], schemes: Mapping[str, str], where: object) -> dict[str, Tensor]:
+    """A version's tensors from their stored form; RunError, naming `where` they lie, for a part that is missing."""
+    tensors = dict(found)
+    for module in packed_modules(schemes):
+        for part in ("weight_packed", "weight_shape"):
+            if f"{module}.{part}" not in tensors:
+                raise RunError(f"{where}: tensor {module}.{part} is missing; write the snapshot again")
+        columns = int(tensors.pop(f"{module}.weight_shape")[1])
+        tensors[f"{module}.weight"] = unpack_int4(tensors.pop(f"{module}.weight_packed"), columns)
+    return tensors
 
 
 def packed_modules(schemes: Mapping[str, str]) -> list[str]:

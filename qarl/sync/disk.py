@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qarl.errors import RunError
-from qarl.quant import unpack_int4
 from qarl.records import Snapshot
 from qarl.sync.checksum import combine, digests
-from qarl.sync.compressed_tensors import packed_modules, stored
+from qarl.sync.compressed_tensors import stored, unstored
 
 TENSORS = "tensors.safetensors"
 DESCRIPTION = "snapshot.json"
@@ -81,7 +80,7 @@ def read_snapshot(folder: Path) -> Snapshot:
         found = load_file(folder / TENSORS)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{folder / TENSORS}: cannot be read: {error}") from error
-    tensors = _from_stored(found, description["schemes"], folder / TENSORS)
+    tensors = unstored(found, description["schemes"], folder / TENSORS)
     _check_digests(digests(tensors), description, folder)
     return Snapshot(description["version"], tensors, description["schemes"], description["checksum"])
 
@@ -107,17 +106,6 @@ def _check_digests(found: Mapping[str, str], description: _Description, folder: 
             raise RunError(f"{folder / TENSORS}: tensor {name} is {kind}; write the snapshot again")
     if combine(expected) != description["checksum"]:
         raise RunError(f"{folder / DESCRIPTION}: its checksum does not belong to its digests; write the snapshot again")
-
-
-def _from_stored(found: Mapping[str, Tensor], schemes: Mapping[str, str], path: Path) -> dict[str, Tensor]:
-    tensors = dict(found)
-    for module in packed_modules(schemes):
-        for part in ("weight_packed", "weight_shape"):
-            if f"{module}.{part}" not in tensors:
-                raise RunError(f"{path}: tensor {module}.{part} is missing; write the snapshot again")
-        columns = int(tensors.pop(f"{module}.weight_shape")[1])
-        tensors[f"{module}.weight"] = unpack_int4(tensors.pop(f"{module}.weight_packed"), columns)
-    return tensors
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
