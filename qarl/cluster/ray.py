@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ class RayEngine:
 
     def __init__(self, actor: Any, shelf: Shelf, timeout_s: float, progress: Progress) -> None:
         self.version = -1
-        self.where = "not started yet"
+        self.where = "no process yet, for want of room or because it cannot start"
         self._actor = actor
         self._shelf = shelf
         self._timeout_s = timeout_s
@@ -214,11 +215,13 @@ class RayEngine:
         except ray.exceptions.RayTaskError as error:
             raise _as_itself(error) from error
         except ray.exceptions.RayError as error:
-            raise EngineLost(f"{self.where}: {doing}, it has ended: {_one_line(error)}") from error
+            raise EngineLost(f"{self.where}: {doing}, it has ended: {_reason(error)}") from error
 
 
 def _ray() -> Any:
     """The package; ConfigurationError where it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # who still waits when Ray is stopped must not start it again
     try:
         import ray
     except ImportError as error:
@@ -232,7 +235,6 @@ def _connect(config: ClusterConfig) -> None:
     """Join the cluster or start Ray on this machine, unless this process has done so already."""
     ray = _ray()
     if not ray.is_initialized():
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
         quietly = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if config.ray_address:
@@ -241,7 +243,7 @@ def _connect(config: ClusterConfig) -> None:
                 ray.init(address="local", include_dashboard=False, **quietly)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             where = f"cluster.ray_address = '{config.ray_address}'" if config.ray_address else "Ray on this machine"
-            raise ConfigurationError(f"{where}: cannot be used: {_one_line(error)}") from error
+            raise ConfigurationError(f"{where}: cannot be used: {_reason(error)}") from error
     _check_resources(config, ray.cluster_resources())
 
 
@@ -264,9 +266,10 @@ def _as_itself(error: Any) -> Exception:
     return error  # type: ignore[no-any-return]
 
 
-def _one_line(error: Exception) -> str:
-    """Ray's reasons are long: the first sentences."""
-    return " ".join(str(error).split())[:300]
+def _reason(error: Exception) -> str:
+    """The beginning of what Ray says, in one line; its lines that are indented are numbers of its own."""
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    return textwrap.shorten(" ".join(lines), 400, placeholder=" ...")
 
 
 def _plain(completion: Completion) -> PlainCompletion:
@@ -277,5 +280,5 @@ def _plain(completion: Completion) -> PlainCompletion:
 def _completion(plain: PlainCompletion) -> Completion:
     tokens, logprobs, versions, finish_reason, text = plain
     # Copies: what Ray hands over must not be written to.
-    copies = (torch.from_numpy(np.array(one)) for one in (tokens, logprobs, versions))
-    return Completion(*copies, finish_reason, text)
+    tokens, logprobs, versions = (torch.from_numpy(np.array(one)) for one in (tokens, logprobs, versions))
+    return Completion(tokens, logprobs, versions, finish_reason, text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -32,6 +32,14 @@ class EngineLost(RunError):
     """An engine has died or gives no sign of life: another one may do its work."""
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What the engines' threads send to who asked: (kind, index, content), of kind `progress`, `answer` or `error`."""
+
+    inbox: SimpleQueue[tuple[str, int, Any]] = field(default_factory=SimpleQueue)
+    is_abandoned: bool = False
+
+
 class Fleet:
     """`count` engines that `make` makes; up to `restarts` of them are replaced when they are lost.
 
@@ -47,18 +55,28 @@ class Fleet:
         self._restarts = 0
         self._lock = Lock()
         self._progress = progress
-        self._engines: list[Engine | None] = [None] * count
+        self._engines: list[Engine | EngineLost | None] = [None] * count
         self._snapshot: Snapshot | None = None
         self._threads: list[Thread] = []
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._call = _Call()
         self._metrics: Metrics = {}
         self._ask(range(count), lambda index, engine: None)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Give all engines these weights; RunError when one of them refuses or then serves another version."""
+        """Give all engines these weights; RunError when one of them refuses or then serves another version.
+
+        An engine that is lost meanwhile is missed by the next rollout: there a run has finished its step, and can save.
+        """
+
+        def serve(index: int, engine: Engine) -> None:
+            try:
+                _serve(engine, snapshot)
+            except EngineLost as error:
+                self._engines[index] = error
+
         before, self._snapshot = self._snapshot, snapshot
         try:
-            self._ask(range(self.count), lambda index, engine: _serve(engine, snapshot))
+            self._ask(range(self.count), serve)
         except Exception:
             self._snapshot = before
             raise
@@ -105,58 +123,63 @@ class Fleet:
         """
         for thread in self._threads:
             thread.join()
-        inbox = self._inbox = SimpleQueue()
-        self._threads = [Thread(target=self._work, args=(index, work, inbox), daemon=True) for index in indices]
+        call = self._call = _Call()
+        self._threads = [Thread(target=self._work, args=(call, index, work), daemon=True) for index in indices]
         for thread in self._threads:
             thread.start()
         answers: dict[int, Answer] = {}
-        while len(answers) < len(indices):
-            kind, index, content = inbox.get()
-            if kind == "progress":
-                tell(index, content)
-            elif kind == "error":
-                raise content
-            else:
-                answers[index] = content
+        try:
+            while len(answers) < len(indices):
+                kind, index, content = call.inbox.get()
+                if kind == "error":
+                    raise content
+                if kind == "progress":
+                    tell(index, content)
+                else:
+                    answers[index] = content
+        except BaseException:
+            call.is_abandoned = True
+            raise
         return answers
 
-    def _work(self, index: int, work: Callable[[int, Engine], Any], inbox: SimpleQueue[_Message]) -> None:
+    def _work(self, call: _Call, index: int, work: Callable[[int, Engine], Any]) -> None:
         """The thread of one engine."""
         try:
-            inbox.put(("answer", index, self._insist(index, work)))
+            call.inbox.put(("answer", index, self._insist(call, index, work)))
         except BaseException as error:  # raised again by who asked
-            inbox.put(("error", index, error))
+            call.inbox.put(("error", index, error))
 
-    def _insist(self, index: int, work: Callable[[int, Engine], Answer]) -> Answer:
+    def _insist(self, call: _Call, index: int, work: Callable[[int, Engine], Answer]) -> Answer:
         """The answer of this engine or, as long as lost ones may be replaced, of another in its place."""
         while True:
             try:
                 return work(index, self._engine(index))
             except EngineLost as error:
-                self._engines[index] = None
-                self._count_loss(index, error)
+                self._engines[index] = error
+                if call.is_abandoned:
+                    raise
             except RunError as error:
                 raise RunError(f"engine {index}: {error}") from error
 
     def _engine(self, index: int) -> Engine:
-        """The engine with this index; a new one, serving what the others do, where there is none."""
+        """The engine with this index; a new one, serving what the others do, where there is none or no more."""
         engine = self._engines[index]
-        if engine is None:
-            engine = self._make(index, lambda finished, total: self._inbox.put(("progress", index, finished)))
+        if isinstance(engine, EngineLost):
+            self._count_loss(index, engine)
+        if engine is None or isinstance(engine, EngineLost):
+            engine = self._make(index, lambda finished, total: self._call.inbox.put(("progress", index, finished)))
             if self._snapshot is not None:
                 _serve(engine, self._snapshot)
             self._engines[index] = engine
         return engine
 
     def _count_loss(self, index: int, error: EngineLost) -> None:
+        """RunError, by what the engine was lost, when it may not be replaced."""
         with self._lock:
             if self._restarts == self._allowed:
-                raise RunError(f"engine {index}: {error}") from error
+                raise RunError(str(error)) from error
             self._restarts += 1
-            log.warning("engine %d: %s; it is replaced, %d of %d times", index, error, self._restarts, self._allowed)
-
-
-_Message = tuple[str, int, Any]
+        log.warning("engine %d: %s; it is replaced, %d of %d times", index, error, self._restarts, self._allowed)
 
 
 def split(prompts: Sequence[Prompt], count: int, group_size: int, sampling: Sampling) -> list[list[int]]:

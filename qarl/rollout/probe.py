@@ -29,16 +29,14 @@ def identity(config: NativeEngineConfig, scheme: str) -> dict[str, str]:
     The last one is of tokens and log-probabilities, so that it also sees what nobody listed.
     """
     chosen = kernels()
-    compiled = isinstance(chosen, CpuKernels)
-    return {
-        "qarl": __version__,
-        "torch": torch.__version__,
-        "kernels": chosen.name,
-        "integer instructions": f"level {chosen.integer_level}" if compiled else "torch",
-        "vector width": f"{chosen.panel // 2} floats" if compiled else "torch",
-        "compiled kernels": _library_hash() if compiled else "none",
-        f"log-probabilities of a small model in {scheme}": _sampled(config, scheme),
-    }
+    versions = {"qarl": __version__, "torch": torch.__version__, "kernels": chosen.name}
+    if isinstance(chosen, CpuKernels):
+        versions |= {
+            "integer instructions": f"level {chosen.integer_level}",
+            "vector width": f"{chosen.panel // 2} floats",
+            "compiled kernels": _library_hash(),
+        }
+    return versions | {f"log-probabilities of a small model in {scheme}": _sampled(config, scheme)}
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
