@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qarl.config import Config
 
@@ -34,9 +35,14 @@ class ClusterConfig(Config):
         set_in_vain = [name for name, default in defaults.items() if getattr(self, name) != default]
         if self.engines == 0 and set_in_vain:
             raise ValueError(f"{set_in_vain[0]} says nothing with engines = 0; set engines, or leave it out")
-        if self.ray_address.startswith("ray://"):
-            raise ValueError(
-                f"ray_address = '{self.ray_address}': start the run on a node of the cluster and give host:port or "
-                "'auto'; through a client (ray://) weights could not be shared"
-            )
         return self
+
+    @field_validator("ray_address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        if address not in ("", "auto") and re.fullmatch(r"[^/\s]+:\d+", address) is None:
+            raise ValueError(
+                f"'{address}' is neither host:port nor 'auto'; start the run on a machine of the cluster: a client's "
+                "connection (ray://) could not share weights"
+            )
+        return address

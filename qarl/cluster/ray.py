@@ -190,7 +190,7 @@ class RayEngine:
 
     def metrics(self) -> Metrics:
         """The engine's own, and `publish/bytes`, the size of the weights it serves as they were sent."""
-        return self._metrics | {"publish/bytes": Last(self._shelf.num_bytes)}
+        return self._metrics | {"publish/bytes": Last(float(self._shelf.num_bytes))}
 
     def _wait(self, answer: Any, doing: str, total: int = 0) -> Any:
         """What the actor answers; its own errors as themselves."""
@@ -207,15 +207,17 @@ class RayEngine:
                     if found != signs:
                         signs, heard = found, time.monotonic()
                 if time.monotonic() - heard > self._timeout_s:
-                    ray.kill(self._actor)
-                    raise EngineLost(
-                        f"{self.where}: {doing}, no sign of life for cluster.timeout_s = {self._timeout_s:g} s"
-                    )
+                    raise self._lost(f"{doing}, no sign of life for cluster.timeout_s = {self._timeout_s:g} s")
             return ray.get(answer, timeout=self._timeout_s)
         except ray.exceptions.RayTaskError as error:
             raise _as_itself(error) from error
         except ray.exceptions.RayError as error:
-            raise EngineLost(f"{self.where}: {doing}, it has ended: {_reason(error)}") from error
+            raise self._lost(f"{doing}, it has ended: {_reason(error)}") from error
+
+    def _lost(self, what: str) -> EngineLost:
+        """To raise; what may be left of the process is ended, so that it keeps no room."""
+        _ray().kill(self._actor)
+        return EngineLost(f"{self.where}: {what}")
 
 
 def _ray() -> Any:
@@ -235,6 +237,7 @@ def _connect(config: ClusterConfig) -> None:
     """Join the cluster or start Ray on this machine, unless this process has done so already."""
     ray = _ray()
     if not ray.is_initialized():
+        _check_answers(config.ray_address)
         quietly = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if config.ray_address:
@@ -245,6 +248,20 @@ def _connect(config: ClusterConfig) -> None:
             where = f"cluster.ray_address = '{config.ray_address}'" if config.ray_address else "Ray on this machine"
             raise ConfigurationError(f"{where}: cannot be used: {_reason(error)}") from error
     _check_resources(config, ray.cluster_resources())
+
+
+def _check_answers(address: str) -> None:
+    """ConfigurationError where nobody listens at host:port; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cluster.ray_address = '{address}': nobody answers there ({error}); start the cluster (ray start --head), "
+            "or leave the key out to start Ray on this machine"
+        ) from error
 
 
 def _check_resources(config: ClusterConfig, there: Mapping[str, float]) -> None:

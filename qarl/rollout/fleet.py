@@ -109,7 +109,7 @@ class Fleet:
         """The engines' readings of the last rollout, `engine/idle`, the share of time that engines waited for the last
         one, and `engine/restarts`, how many were replaced so far.
         """
-        return self._metrics | {"engine/restarts": Last(self._restarts)}
+        return self._metrics | {"engine/restarts": Last(float(self._restarts))}
 
     def _ask(
         self,

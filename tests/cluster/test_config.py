@@ -17,9 +17,15 @@ def test_what_would_say_nothing_without_engines_is_refused(key: str) -> None:
     assert ClusterConfig.model_validate({"engines": 1, **settings})
 
 
-def test_a_client_connection_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValidationError, match="start the run on a node of the cluster"):
-        ClusterConfig(engines=1, ray_address="ray://10.0.0.1:10001")
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "http://a:1", "a b:1"])
+def test_what_is_no_address_of_a_cluster_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError, match="is neither host:port nor 'auto'"):
+        ClusterConfig(engines=1, ray_address=address)
+
+
+@pytest.mark.parametrize("address", ["", "auto", "head:6379", "[::1]:6379"])
+def test_addresses(address: str) -> None:
+    assert ClusterConfig(engines=1, ray_address=address).ray_address == address
 
 
 @pytest.mark.parametrize("wrong", [{"engines": -1}, {"engine_cpus": 0}, {"timeout_s": 0.0}, {"restarts": -1}])
