@@ -11,8 +11,8 @@ import socket
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -90,20 +90,23 @@ class Shelf:
     """Ray's object store, with the newest version of the weights in it; the one before goes when it comes."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        # One thread for good: what another one frees stays with it, and the next would ask the system for as much.
+        self._packer = ThreadPoolExecutor(1)
         self._snapshot: Snapshot | None = None
         self._reference: Any = None
         self.num_bytes = 0
 
     def put(self, snapshot: Snapshot) -> Any:
-        """Ray's reference to this snapshot, put there by whoever asks first."""
-        with self._lock:
-            if self._snapshot is not snapshot:
-                self._reference = None
-                parcel = pack(snapshot)
-                self._reference = _ray().put(parcel)
-                self._snapshot, self.num_bytes = snapshot, parcel.num_bytes
-            return self._reference
+        """Ray's reference to this snapshot, put there when it is first asked for."""
+        return self._packer.submit(self._put, snapshot).result()
+
+    def _put(self, snapshot: Snapshot) -> Any:
+        if self._snapshot is not snapshot:
+            self._reference = None
+            parcel = pack(snapshot)
+            self._reference = _ray().put(parcel)
+            self._snapshot, self.num_bytes = snapshot, parcel.num_bytes
+        return self._reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,7 @@ def _ray() -> Any:
     """The package; ConfigurationError where it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # who still waits when Ray is stopped must not start it again
+    os.environ.setdefault("RAY_worker_niceness", "0")  # an engine's work is the run's: no other program goes before it
     try:
         import ray
     except ImportError as error:

@@ -25,16 +25,14 @@ class TakesTurns:
     lock = threading.Lock()
 
     def __init__(self, engine: NativeEngine) -> None:
+        self.version = engine.version
         self._engine = engine
         self.metrics = engine.metrics
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
 
     def load(self, snapshot: Snapshot) -> None:
         with self.lock:
             self._engine.load(snapshot)
+        self.version = self._engine.version
 
     def generate(self, *question: Any) -> list[Group]:
         with self.lock:
