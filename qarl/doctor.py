@@ -37,6 +37,7 @@ PACKAGES = {
     "math-verify": "demo",
     "datasets": "data",
     "pyarrow": "data",
+    "ray": "cluster",
 }
 """Distributions and the extra that installs them."""
 

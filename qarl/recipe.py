@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qarl.advantages import AdvantageConfig, GroupStd
+from qarl.cluster.config import ClusterConfig
 from qarl.config import Config
 from qarl.errors import ConfigurationError, printable
 from qarl.explain import Place, did_you_mean, is_choice, locate, problems
@@ -24,7 +25,7 @@ from qarl.objectives import ObjectiveConfig, Tbpo
 from qarl.prompts import PromptsConfig
 from qarl.quant import QuantConfig, scheme_named
 from qarl.rewards import RewardConfig
-from qarl.rollout.config import EngineConfig, NativeEngineConfig, SamplingConfig
+from qarl.rollout.config import EngineConfig, NativeEngineConfig, SamplingConfig, VllmEngineConfig
 
 
 class EvalConfig(Config):
@@ -87,6 +88,7 @@ class Recipe(Config):
     eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved.")
     health: Health = Field(default_factory=Health, description="What a run warns of and what it stops for.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What lives in other processes.")
 
     @field_validator("scheme")
     @classmethod
@@ -96,7 +98,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _choices_fit_together(self) -> Self:
-        complaints = [*_group_complaints(self), *_update_complaints(self), *_eval_complaints(self)]
+        complaints = [
+            *_group_complaints(self),
+            *_update_complaints(self),
+            *_eval_complaints(self),
+            *_engine_complaints(self),
+        ]
         if complaints:
             raise ValueError("; ".join(complaints))
         return self
@@ -219,6 +226,15 @@ def _group_complaints(recipe: Recipe) -> list[str]:
         f"group_size = 1 with advantage.type = '{recipe.advantage.type}': a single completion has nothing to be "
         "compared with; set group_size to 2 or more, or advantage.type = 'none'"
     ]
+
+
+def _engine_complaints(recipe: Recipe) -> list[str]:
+    if isinstance(recipe.engine, VllmEngineConfig) and recipe.engine.urls and recipe.cluster.engines:
+        return [
+            f"engine.urls names servers and cluster.engines = {recipe.cluster.engines} starts engines: leave one of "
+            "the two out"
+        ]
+    return []
 
 
 def _update_complaints(recipe: Recipe) -> list[str]:

@@ -43,7 +43,7 @@ class Engine(Protocol):
         ...
 
     def metrics(self) -> Metrics:
-        """Readings of the last `generate` (`perf/*`, `engine/*`)."""
+        """Readings of the last `generate` and of the weights it used (`perf/*`, `engine/*`, `publish/*`)."""
         ...
 
 

@@ -45,6 +45,7 @@ FREE_TO_CHANGE = (
     "eval",
     "checkpoint",
     "health",
+    "cluster",
     "max_reward_error_share",
     "learner.max_skipped_updates",
     "prompts.on_long",

@@ -221,10 +221,8 @@ def test_the_engine_gets_the_recipes_context_and_its_server(monkeypatch: pytest.
     recipe = recipe_of(VLLM, "--engine.urls=['http://node1:8000']", "--prompts.max_prompt_tokens=100")
     model = model_named(recipe.model)
     renderer = recipe.prompts.renderer(model.tokenizer)
-    build_module.engine_of(recipe, model, renderer, (258,))
-    assert told == [
-        (recipe.engine, "http://node1:8000", model.config, model.sampleable, 116, renderer.decode, (258,), None)
-    ]
+    build_module.make_engine_of(recipe, model.config, model.sampleable, renderer.decode)
+    assert told == [(recipe.engine, "http://node1:8000", model.config, model.sampleable, 116, renderer.decode, None)]
 
 
 def test_without_vllm_a_run_on_it_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,17 @@ UNSEEN: dict[str, tuple[str, str]] = {
         "needs gradients that are not finite",
         "tests/learner/test_learner.py::test_the_run_stops_after_too_many_skipped_updates_in_a_row",
     ),
+    **{
+        f"cluster.{key}": ("needs Ray and processes of its own", f"tests/cluster/test_ray.py::{test}")
+        for key, test in {
+            "engines": "test_a_run_on_actors_is_the_run_in_one_process",
+            "ray_address": "test_engines_live_on_the_machines_of_a_running_cluster_and_outlive_one_of_them",
+            "engine_cpus": "test_an_engine_has_the_threads_that_the_recipe_says",
+            "engine_gpus": "test_more_than_there_is_is_refused_before_anything_starts",
+            "restarts": "test_a_killed_engine_is_replaced_and_its_prompts_are_asked_again",
+            "timeout_s": "test_a_hung_engine_ends_the_run_in_time",
+        }.items()
+    },
     "eval.correct_term": (
         "a random model is right by no term",
         "tests/test_evaluate.py::test_the_named_term_says_what_is_right",

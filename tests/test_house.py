@@ -45,6 +45,8 @@ MAY_IMPORT = {
         "prompts": GROUND,
         "rewards": GROUND + " readings",
         "tracking": GROUND,
+        # Other processes; only its configuration is known to the recipe, and only `build` uses the rest.
+        "cluster": GROUND + " process rollout sync",
         # Parts of a run: what happens in it, what it leaves on disk, what it is configured by.
         "interrupts": "",
         "readings": GROUND,
@@ -54,10 +56,10 @@ MAY_IMPORT = {
         "runfolder": GROUND + " checkpoint",
         "loop": GROUND + " interrupts readings",
         "evaluate": GROUND + " readings",
-        "recipe": GROUND + " explain health " + ROOMS,
+        "recipe": GROUND + " cluster explain health " + ROOMS,
         # Front door: `build` wires, the commands use what it built, `cli` is called.
         "trained": GROUND + " models recipe runfolder sync",
-        "build": GROUND + " doctor evaluate loop recipe trained " + ROOMS,
+        "build": GROUND + " cluster doctor evaluate loop recipe trained " + ROOMS,
         "run": GROUND + " build checkpoint evaluate health interrupts loop readings recipe runfolder tracking",
         "assess": GROUND + " prompts rollout " + RUN,
         "align": GROUND + " " + ROOMS + " " + RUN,

@@ -322,7 +322,7 @@ class Rollout:
                 self.cache.release(request.shared.region)
         still = [r for r in self.running if r.finish_reason is None]
         self.finished += len(self.running) - len(still)
-        if self.engine.progress is not None and len(still) < len(self.running):
+        if self.engine.progress is not None:
             self.engine.progress(self.finished, self.total)
         self.running = still
 

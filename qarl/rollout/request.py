@@ -16,7 +16,7 @@ from qarl.rollout.cache import Region
 from qarl.rollout.seeds import stream_key
 
 Progress = Callable[[int, int], None]
-"""Called with (finished, total) completions as a rollout goes on."""
+"""Called with (finished, total) completions after every step of a rollout: whoever watches sees that it goes on."""
 
 Stop = Callable[[int, int], bool]
 """Asked with (finished, total) completions after every step whether to abort the others."""

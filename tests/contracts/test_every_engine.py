@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,42 @@ from qarl.models.lora import LoraConfig
 from qarl.quant import SCHEMES
 from qarl.records import Completion, Group, Prompt, Snapshot
 from qarl.roles import Engine
+from qarl.rollout.fleet import Fleet
+from qarl.rollout.native import NativeEngine
+
+
+class TakesTurns:
+    """A native engine that computes while no other one does, as those in one process must."""
+
+    lock = threading.Lock()
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.version = engine.version
+        self._engine = engine
+        self.metrics = engine.metrics
+
+    def load(self, snapshot: Snapshot) -> None:
+        with self.lock:
+            self._engine.load(snapshot)
+        self.version = self._engine.version
+
+    def generate(self, *question: Any) -> list[Group]:
+        with self.lock:
+            return self._engine.generate(*question)
+
+
+def fleet(small: Any, snapshot: Snapshot | None) -> Fleet:
+    found = Fleet(lambda index, progress: TakesTurns(small.engine(None, progress)), 2)
+    if snapshot is not None:
+        found.load(snapshot)
+    return found
+
 
 ENGINES: dict[str, Callable[[Any, Snapshot | None], Engine]] = {
     "native": lambda small, snapshot: small.engine(snapshot),
     "native, one at a time": lambda small, snapshot: small.engine(snapshot, max_concurrency=1, prefill_tokens=4),
     "native, short of memory": lambda small, snapshot: small.engine(snapshot, kv_bytes=3 * 32768),
+    "a fleet": fleet,
 }
 every_engine = pytest.mark.parametrize("engine_of", ENGINES.values(), ids=ENGINES.keys())
 
@@ -224,7 +256,7 @@ def test_its_readings_are_numbers(small, engine_of):
     engine = engine_of(small, small.learner().publish())
     engine.generate(small.prompts(*LENGTHS), 2, small.sampling, SEED)
     readings = {name: metric.value() for name, metric in engine.metrics().items()}
-    assert all(name.startswith(("perf/", "engine/")) for name in readings)
+    assert all(name.startswith(("perf/", "engine/", "publish/")) for name in readings)
     assert all(math.isfinite(value) for value in readings.values())
     assert 0.0 <= readings["perf/bubble"] < 1.0
 

@@ -1,0 +1,1 @@
+"""Past one process: the only room that knows Ray and torch.distributed."""
