@@ -1,4 +1,4 @@
-"""Which implementation of the operations this process uses, and whether the integer GEMM is exact here."""
+"""Which implementation of the operations this process uses and where, and whether the integer GEMM is exact there."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ import torch
 from qarl.errors import RunError
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
+from qarl.ops.device import HOST
 from qarl.ops.reference import ReferenceKernels
 from qarl.quant.formats import INT4, INT8, INT12, IntegerFormat
 
 logger = logging.getLogger(__name__)
 
 _chosen: list[ReferenceKernels] = []
+_device = [HOST]
 
 
 def kernels() -> ReferenceKernels:
-    """The C kernels where they build, else the torch reference (said once). Chosen at the first call."""
-    return _chosen[-1] if _chosen else _default()
+    """On the CPU the C kernels where they build, else the torch reference (said once); on a GPU those in Triton."""
+    return _chosen[-1] if _chosen else _default(_device[-1])
+
+
+def compute_on(device: torch.device) -> None:
+    """From now on this process computes there; it is the CPU before. What is `using` others goes on with them."""
+    _device[-1] = device
 
 
 def require_exact_integers() -> None:
@@ -45,7 +52,11 @@ def using(chosen: ReferenceKernels) -> Iterator[None]:
 
 
 @cache
-def _default() -> ReferenceKernels:
+def _default(device: torch.device) -> ReferenceKernels:
+    if device.type == "cuda":
+        from qarl.ops.triton.kernels import TritonKernels  # which only some have installed
+
+        return TritonKernels(device)
     loaded = library.load()
     if loaded is None:
         logger.warning("CPU kernels absent, using slow torch operations: %s", library.built().reason)
@@ -68,10 +79,12 @@ def _worst_case_is_exact(
     chosen: ReferenceKernels, rows: int, k: int, activation: IntegerFormat, weight: IntegerFormat
 ) -> bool:
     largest, heaviest = int(activation.largest), int(weight.largest)
-    codes = torch.full((rows, k), largest, dtype=activation.code_dtype)
-    weights = torch.full((32, k), heaviest, dtype=weight.code_dtype)
+    device = chosen.device
+    codes = torch.full((rows, k), largest, dtype=activation.code_dtype, device=device)
+    weights = torch.full((32, k), heaviest, dtype=weight.code_dtype, device=device)
     weights[1::2] = -heaviest
     packed = chosen.pack_codes(weights, weight)
-    product = chosen.integer_matmul(codes, torch.ones(rows), packed, torch.ones(32), None, None)
-    expected = torch.tensor([largest * heaviest * k, -largest * heaviest * k]).float().repeat(16)
+    product = chosen.integer_matmul(codes, torch.ones(rows, device=device), packed, torch.ones(32, device=device), None, None)
+    exact = [largest * heaviest * k, -largest * heaviest * k]
+    expected = torch.tensor(exact, device=device).float().repeat(16)
     return torch.equal(product, expected.expand(rows, 32))

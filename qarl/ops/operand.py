@@ -321,6 +321,8 @@ def stack(parts: Sequence[Tensor]) -> Tensor:
 
 def stack_biases(heights: Sequence[int], biases: Sequence[Tensor | None]) -> Tensor | None:
     """Biases of siblings as one vector; a sibling without one contributes zeros."""
-    if all(bias is None for bias in biases):
+    given = [bias for bias in biases if bias is not None]
+    if not given:
         return None
-    return torch.cat([torch.zeros(n) if b is None else b.detach() for n, b in zip(heights, biases, strict=True)])
+    parts = [given[0].new_zeros(n) if b is None else b.detach() for n, b in zip(heights, biases, strict=True)]
+    return torch.cat(parts)

@@ -122,10 +122,12 @@ def shape_of(store: KVStore) -> tuple[int, int, int]:
 class ReferenceKernels:
     """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`.
 
+    `device` is where tensors that are made for an operation must be; those given say where it computes.
     `panel`: output columns that a packed fp32 or 4-bit weight holds together; `block`: those of packed integer codes.
     """
 
     name = "reference"
+    device = torch.device("cpu")
     exact_matmul = False
     panel = 1
     block = 1
@@ -405,7 +407,7 @@ class ReferenceKernels:
 
         int64 in and out, [2, C].
         """
-        sums = torch.empty(2, len(words_CW), dtype=torch.int64)
+        sums = words_CW.new_empty(2, len(words_CW))
         for chunk, words in enumerate(words_CW):  # one by one: the products take as much memory as their words
             sums[0, chunk] = (words * multipliers_W).sum()
             sums[1, chunk] = ((words >> 32 & 0xFFFFFFFF) * multipliers_W).sum()
@@ -428,7 +430,7 @@ def visible_rows(spans: Spans, t: int) -> Tensor:
     """Store rows that query t sees, in position order."""
     s = int(spans.sequences[t])
     runs = [
-        torch.arange(int(spans.starts[i]), int(spans.starts[i] + spans.lengths[i]))
+        torch.arange(int(spans.starts[i]), int(spans.starts[i] + spans.lengths[i]), device=spans.starts.device)
         for i in range(int(spans.pointers[s]), int(spans.pointers[s + 1]))
     ]
     return torch.cat(runs)[: int(spans.visible[t])]
