@@ -1,6 +1,7 @@
 # An empty clone, Python 3.11 with pip, and a package index are all this needs.
 #   make demo     a model learns one-digit sums, in minutes on a CPU
 #   make test     the default test suite
+#   make test-gpu the tests of the Triton kernels: on a GPU where torch sees one, else interpreted and compiled, in minutes
 #   make lint     ruff and mypy, in the environment of `make test`
 # PIP_EXTRA_INDEX_URL and the like reach pip as usual: for the CPU build of torch on a machine without a GPU, see README.md.
 
@@ -9,13 +10,16 @@ VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/qarl train recipes/quickstart.toml
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
+
+test-gpu: $(VENV)/.test-gpu
+	$(VENV)/bin/python -m pytest -m triton
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -41,4 +45,8 @@ $(VENV)/.demo: $(VENV)/.created $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP_INSTALL) --editable '.[demo,data,dev]'
+	touch $@
+
+$(VENV)/.test-gpu: $(VENV)/.test
+	$(PIP_INSTALL) --editable '.[demo,data,dev,gpu]'
 	touch $@

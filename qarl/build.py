@@ -19,7 +19,7 @@ from qarl.models.decoder import Decoder
 from qarl.models.names import LoadedModel, load_model
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
-from qarl.ops.device import Placement, place
+from qarl.ops.device import place
 from qarl.ops.kernels import compute_on, kernels
 from qarl.prompts import Renderer, SplitSource, describe_prompt
 from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
@@ -48,8 +48,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    placement = place(recipe.device)
-    compute_on(placement.device)
+    compute_on(place(recipe.device).device)
     model = on_device(load_model(_model_of_run(recipe.model)))
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
@@ -75,7 +74,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
             recipe.sampling.max_rounds,
         ),
         questions=_held_out(recipe, source, sampling),
-        account=f"{describe(recipe, model, schemes, learner, placement)}\n{describe_prompts(renderer, source.skipped, first)}",
+        account=f"{describe(recipe, model, schemes, learner)}\n{describe_prompts(renderer, source.skipped, first)}",
         warnings=(*_warnings(recipe, schemes), *source.warnings),
     )
 
@@ -129,16 +128,14 @@ def scheme_plan(model: LoadedModel, scheme: str, exceptions: QuantConfig) -> Sch
     return plan_schemes(matrices, scheme_named(scheme), exceptions)
 
 
-def describe(
-    recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: LocalLearner, placement: Placement
-) -> str:
+def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: LocalLearner) -> str:
     """What a recipe resolved to, for people."""
     parameters = sum(tensor.numel() for tensor in model.tensors.values())
     return "\n".join(
         [
             f"qarl {__version__}, torch {torch.__version__}, {kernels().name} kernels, "
             f"{torch.get_num_threads()} threads",
-            f"device {recipe.device}: {placement.device} ({placement.reason})",
+            f"device {recipe.device}: {place(recipe.device).describe()}",
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",

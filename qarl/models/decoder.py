@@ -214,8 +214,9 @@ class Decoder(nn.Module):
         if self._rotation is None or len(self._rotation.cosines) < length:
             config = self.config
             with HOST:  # the same tables for every device
-                tables = [table.to(self.device) for table in rope_tables(config, max(length, 256))]
+                cosines, sines = rope_tables(config, max(length, 256))
             sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+            tables = (cosines.to(self.device), sines.to(self.device))
             self._rotation = Rotation(*sizes, config.norm_eps, *tables, rounds_kv=self.rounds_kv)
         return self._rotation
 

@@ -27,6 +27,9 @@ class Placement:
     device: torch.device
     reason: str
 
+    def describe(self) -> str:
+        return f"{self.device} ({self.reason})"
+
 
 def place(choice: DeviceChoice) -> Placement:
     """The device of this choice. ConfigurationError for "cuda" where it cannot be had."""

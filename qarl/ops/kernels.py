@@ -84,7 +84,9 @@ def _worst_case_is_exact(
     weights = torch.full((32, k), heaviest, dtype=weight.code_dtype, device=device)
     weights[1::2] = -heaviest
     packed = chosen.pack_codes(weights, weight)
-    product = chosen.integer_matmul(codes, torch.ones(rows, device=device), packed, torch.ones(32, device=device), None, None)
+    product = chosen.integer_matmul(
+        codes, torch.ones(rows, device=device), packed, torch.ones(32, device=device), None, None
+    )
     exact = [largest * heaviest * k, -largest * heaviest * k]
     expected = torch.tensor(exact, device=device).float().repeat(16)
     return torch.equal(product, expected.expand(rows, 32))

@@ -219,7 +219,62 @@ class FloatOperand:
         return float_backward(self, grad_TN, rows, weights)
 
 
-Operand = IntegerOperand | Int4Operand | FloatOperand
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Operand:
+    """E4M3 codes on both sides, multiplied as they are; `weight` [N, K] with scales [N, G] for G groups along K."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    activation: Quantizer
+
+    quantizes_rows = False
+    is_kernels_alone = False
+    rows_grid = None
+
+    def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
+        codes_TK, scales_TG = quantize_activations(rows[0], self.activation)
+        return kernels().fp8_matmul(codes_TK, scales_TG, self.weight, self.scales, self.bias, residual_TN)
+
+    @property
+    def height(self) -> int:
+        """N"""
+        return len(self.weight)
+
+    def outputs(self, some: range) -> Fp8Operand:
+        """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
+        at = slice(some.start, some.stop)
+        return Fp8Operand(self.weight[at], self.scales[at], part_of(self.bias, at), self.activation)
+
+    def codes(self, some: range | None = None) -> Tensor:
+        """[N, K], or some of its rows."""
+        return self.weight if some is None else self.weight[some.start : some.stop]
+
+    @property
+    def num_codes(self) -> int:
+        return self.weight.numel()
+
+    def codes_changed(self, before: Operand) -> int:
+        """How many codes differ from those of the version before."""
+        assert isinstance(before, Fp8Operand)
+        return int(torch.count_nonzero(self.weight.view(torch.uint8) != before.weight.view(torch.uint8)))
+
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
+        groups_NGE = self.weight.float().unflatten(1, (self.scales.shape[1], -1))
+        dense: Tensor = (groups_NGE * self.scales[..., None]).flatten(1)
+        return dense
+
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        """The activations that the GEMM really multiplied, fp32 [T, K]."""
+        return dequantize_activations(*quantize_activations(rows[0], self.activation), self.activation)
+
+    def backward(self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None) -> Tensor:
+        """Straight-through gradient of rows [T, K], and that of the weight added to `weights`, in fp32 always."""
+        return float_backward(self, grad_TN, rows, weights)
+
+
+Operand = IntegerOperand | Int4Operand | FloatOperand | Fp8Operand
 
 
 def float_backward(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> Tensor:
@@ -268,9 +323,19 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     if is_weight_only_int4(first.scheme):
         codes, scales = stack([p.codes for p in quantized]), stack([p.scale for p in quantized])
         return Int4Operand(kernels().pack_int4(codes, scales), bias)
-    weight, codes = stack([dequantize(p) for p in quantized]), stack([p.codes for p in quantized])
+    codes, activation = stack([p.codes for p in quantized]), first.scheme.activation
+    if kernels().multiplies_fp8 and activation is not None and codes.dtype == torch.float8_e4m3fn:
+        return Fp8Operand(codes, stack([row_scales(p) for p in quantized]), bias, activation)
+    weight = stack([dequantize(p) for p in quantized])
     shape = (len(weight), weight.shape[1])
-    return FloatOperand(kernels().pack(weight), shape, bias, codes, first.scheme.activation)
+    return FloatOperand(kernels().pack(weight), shape, bias, codes, activation)
+
+
+def row_scales(quantized: QTensor) -> Tensor:
+    """The scales [N, G] of every row's groups along K, of a scheme with one scale a row or a block."""
+    rows, scale = len(quantized.codes), quantized.scale
+    height = 1 if len(scale) == rows else -(-rows // len(scale))
+    return scale.repeat_interleave(height, 0)[:rows]
 
 
 def is_integer(scheme: Scheme) -> bool:

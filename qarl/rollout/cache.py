@@ -77,9 +77,7 @@ class KVCache:
     A request reserves all the pages it can come to need before it starts, so nothing is ever evicted.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_pages: int, kv: KVFormat = "fp32", device: torch.device = HOST
-    ) -> None:
+    def __init__(self, config: ModelConfig, num_pages: int, kv: KVFormat = "fp32", device: torch.device = HOST) -> None:
         self.num_pages = num_pages
         shape = (self.num_pages * PAGE, config.num_kv_heads, config.head_dim)
         self.keys = tuple(empty_store(shape, kv, device) for _ in range(config.num_layers))

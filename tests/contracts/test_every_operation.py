@@ -34,7 +34,8 @@ from qarl.ops import attention, embedding, head, library, linear
 from qarl.ops.cpu import CpuKernels
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels, Scores, Spans
-from qarl.quant import QuantConfig, plan_schemes, scheme_named
+from qarl.quant import E4M3, QuantConfig, Quantizer, plan_schemes, quantize_activations, scheme_named
+from qarl.quant.scales import PerGroup, PerRow
 from qarl.records import Group, Prompt, Sampling
 from qarl.rollout.config import NativeEngineConfig
 from qarl.rollout.native import NativeEngine, Rollout
@@ -69,6 +70,7 @@ X, GATE_UP, LOGITS = normal(ROWS, WIDTH), normal(ROWS, 2 * WIDTH) * 3, normal(RO
 X4 = normal(ROWS, 128, seed=6)
 WEIGHT_NIBBLES = (normal(OUT, 128, seed=7) * 3).round().clamp(-7, 7).to(torch.int8)
 GROUP_SCALES = normal(OUT, 4, seed=8).abs() * 1e-2
+X8, WEIGHT8 = normal(ROWS, 256, seed=6), normal(OUT, 256, seed=7)
 GAIN, BIAS, RESIDUAL = normal(WIDTH, seed=1), normal(OUT, seed=2), normal(ROWS, OUT, seed=3)
 ROW_SCALES, COLUMN_SCALES = normal(ROWS, seed=4).abs() * 1e-2, normal(OUT, seed=5).abs() * 1e-2
 CODES, WEIGHT_CODES, WEIGHT = codes(ROWS, WIDTH), codes(OUT, WIDTH, seed=1), normal(OUT, WIDTH, seed=6)
@@ -109,6 +111,16 @@ def integer_matmul(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
+def fp8_matmul(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
+    """With one scale a row, and with one for each group of 128."""
+    found = []
+    for granularity in (PerRow(), PerGroup(128)):
+        quantizer = Quantizer(E4M3, granularity)
+        x, weight = (quantize_activations(x, quantizer) for x in (X8[rows], WEIGHT8))
+        found.append(k.fp8_matmul(*x, *weight, BIAS, RESIDUAL[rows]))
+    return tuple(found)
+
+
 def token_logprobs(k: ReferenceKernels, rows: Tensor) -> tuple[Tensor, ...]:
     scores = k.token_logprobs(LOGITS[rows], TARGETS[rows], 1 / 0.7)
     return scores.logprobs, scores.shifts, scores.sums, scores.entropies
@@ -141,6 +153,7 @@ ROWWISE: dict[str, Operation] = {
     "matmul_int4": lambda k, rows: (
         k.matmul_int4(X4[rows], k.pack_int4(WEIGHT_NIBBLES, GROUP_SCALES), BIAS, RESIDUAL[rows]),
     ),
+    "fp8_matmul": fp8_matmul,
     "split_rotate": split_rotate,
     "split_rotate_backward": split_rotate_backward,
     "attention": lambda k, rows: k.attention(QUERIES[rows], KEYS, VALUES, prefix_and_two_suffixes(rows), 0.3),

@@ -1,1 +1,1 @@
-"""The operations as Triton kernels for GPUs. Only `kernels.py` is used from outside, and only where Triton is installed."""
+"""The operations as Triton kernels for GPUs: imported only where Triton is installed, and only `kernels.py`."""

@@ -104,7 +104,9 @@ def rows_of(position, end, span, base, starts_ptr, lengths_ptr):
 
 
 @triton.jit
-def tile_of(sequences_ptr, visible_ptr, queries, per_tile, REPEAT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+def tile_of(
+    sequences_ptr, visible_ptr, queries, per_tile, REPEAT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
     """Of each row of this program's tile: query, head of its group, whether it is one, its sequence and visible keys.
 
     Rows that are none stand for the last query, so that they add no sequence.
@@ -127,9 +129,7 @@ def attention_kernel(
 ):  # fmt: skip
     """Softmax attention of a tile of rows, one sequence of theirs after another."""
     g = tl.program_id(1)
-    query, head, is_one, sequence, visible = tile_of(
-        sequences_ptr, visible_ptr, queries, per_tile, REPEAT, GROUP, TILE
-    )
+    query, head, is_one, sequence, visible = tile_of(sequences_ptr, visible_ptr, queries, per_tile, REPEAT, GROUP, TILE)
     c = tl.arange(0, BLOCK_DIM)
     row = query * (kv_heads * REPEAT) + g * REPEAT + head
     q = tl.load(q_ptr + row[:, None] * DIM + c[None, :], mask=(c < DIM)[None, :], other=0.0)
@@ -181,9 +181,7 @@ def attention_dq_kernel(
 ):  # fmt: skip
     """The gradient of a tile of queries."""
     g = tl.program_id(1)
-    query, head, is_one, sequence, visible = tile_of(
-        sequences_ptr, visible_ptr, queries, per_tile, REPEAT, GROUP, TILE
-    )
+    query, head, is_one, sequence, visible = tile_of(sequences_ptr, visible_ptr, queries, per_tile, REPEAT, GROUP, TILE)
     c = tl.arange(0, BLOCK_DIM)
     row = query * (kv_heads * REPEAT) + g * REPEAT + head
     at, mask = row[:, None] * DIM + c[None, :], (c < DIM)[None, :]

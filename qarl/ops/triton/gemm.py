@@ -13,7 +13,8 @@ BLOCK_M, BLOCK_N = 64, 64
 BLOCK_K = 32
 """Of floating-point tiles, which every count of rows shares."""
 
-INTEGER_BLOCK_K = 128
+CODES_BLOCK_K = 128
+"""Of tiles of 8-bit and 12-bit codes; a group of 8-bit floats is as long, or all of K."""
 
 
 @triton.jit
@@ -29,15 +30,17 @@ def finish(sums, bias_ptr, residual_ptr, y_ptr, m, o, rows, n):
 
 
 @triton.jit
-def left_tile(x_ptr, m, k, rows, width):
-    """Elements `k` of rows `m` [M, K], 0 outside."""
-    return tl.load(x_ptr + m[:, None].to(tl.int64) * width + k[None, :], mask=(m < rows)[:, None] & (k < width)[None, :], other=0)
+def left_tile(x_ptr, m, k, rows, end, width):
+    """Elements `k` of rows `m` [M, K], 0 outside: past the last row, or from element `end` on."""
+    mask = (m < rows)[:, None] & (k < end)[None, :]
+    return tl.load(x_ptr + m[:, None].to(tl.int64) * width + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def right_tile(weight_ptr, o, k, n, width):
+def right_tile(weight_ptr, o, k, n, end, width):
     """Elements `k` of weight rows `o`, transposed [K, N], 0 outside."""
-    return tl.load(weight_ptr + o[None, :].to(tl.int64) * width + k[:, None], mask=(o < n)[None, :] & (k < width)[:, None], other=0)
+    mask = (o < n)[None, :] & (k < end)[:, None]
+    return tl.load(weight_ptr + o[None, :].to(tl.int64) * width + k[:, None], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,7 +54,7 @@ def matmul_kernel(
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, width, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        x, weight = left_tile(x_ptr, m, k, rows, width), right_tile(weight_ptr, o, k, n, width)
+        x, weight = left_tile(x_ptr, m, k, rows, width, width), right_tile(weight_ptr, o, k, n, width, width)
         sums = tl.dot(x, weight, sums, input_precision=PRECISION)
     finish(sums, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
 
@@ -68,14 +71,40 @@ def matmul_int4_kernel(
     groups = width // (2 * HALF)
     for group in range(0, groups):
         byte = group * HALF + tl.arange(0, HALF)
-        both = right_tile(nibbles_ptr, o, byte, n, width // 2)
+        both = right_tile(nibbles_ptr, o, byte, n, width // 2, width // 2)
         scale = tl.load(scales_ptr + o.to(tl.int64) * groups + group, mask=o < n, other=0.0)[None, :]
         low = ((both & 15).to(tl.int8) - 8).to(tl.float32) * scale
         high = ((both >> 4).to(tl.int8) - 8).to(tl.float32) * scale
         k = group * 2 * HALF + tl.arange(0, HALF)
-        sums = tl.dot(left_tile(x_ptr, m, k, rows, width), low, sums, input_precision=PRECISION)
-        sums = tl.dot(left_tile(x_ptr, m, k + HALF, rows, width), high, sums, input_precision=PRECISION)
+        sums = tl.dot(left_tile(x_ptr, m, k, rows, width, width), low, sums, input_precision=PRECISION)
+        sums = tl.dot(left_tile(x_ptr, m, k + HALF, rows, width, width), high, sums, input_precision=PRECISION)
     finish(sums, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def fp8_matmul_kernel(
+    codes_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, width, groups,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y = (codes @ weight^T) * scales of E4M3 codes, a group along K at a time.
+
+    Tensor cores may add with fewer bits than fp32 has: their sums go to fp32 after every BLOCK_K products.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    size = width // groups
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(0, groups):
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, size, BLOCK_K):
+            k = group * size + first + tl.arange(0, BLOCK_K)
+            codes = left_tile(codes_ptr, m, k, rows, group * size + size, width)
+            weight = right_tile(weight_ptr, o, k, n, group * size + size, width)
+            sums = tl.dot(codes, weight, sums, max_num_imprecise_acc=BLOCK_K)
+        row_scales = tl.load(row_scales_ptr + m * groups + group, mask=m < rows, other=0.0)
+        column_scales = tl.load(column_scales_ptr + o * groups + group, mask=o < n, other=0.0)
+        y += sums * (row_scales[:, None] * column_scales[None, :])
+    finish(y, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
 
 
 @triton.jit
@@ -97,7 +126,7 @@ def int8_matmul_kernel(
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for first in range(0, width, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        codes, weight = left_tile(codes_ptr, m, k, rows, width), right_tile(weight_ptr, o, k, n, width)
+        codes, weight = left_tile(codes_ptr, m, k, rows, width, width), right_tile(weight_ptr, o, k, n, width, width)
         sums = tl.dot(codes, weight, sums, out_dtype=tl.int32)
     y = dequantized(sums, row_scales_ptr, column_scales_ptr, m, o, rows, n)
     finish(y, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
@@ -120,7 +149,7 @@ def int12_matmul_kernel(
     lows = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for first in range(0, width, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        codes, weight = left_tile(codes_ptr, m, k, rows, width), right_tile(weight_ptr, o, k, n, width)
+        codes, weight = left_tile(codes_ptr, m, k, rows, width, width), right_tile(weight_ptr, o, k, n, width, width)
         high, low = (codes >> 6).to(tl.int8), (codes & 63).to(tl.int8)
         weight_high, weight_low = (weight >> 6).to(tl.int8), (weight & 63).to(tl.int8)
         highs = tl.dot(high, weight_high, highs, out_dtype=tl.int32)

@@ -1,6 +1,6 @@
 """The end of the model: log-probabilities, entropies and sampling from rows of logits. One program is one row.
 
-Sums are over blocks of fixed size in order, in fp64: sampling and scoring have the same.
+Sums are over blocks of fixed size in order, in fp64.
 """
 
 from __future__ import annotations
@@ -45,12 +45,6 @@ def exp_sums(logits_ptr, n, peak, inverse_temperature, BLOCK: tl.constexpr):
     return total, weighted
 
 
-@triton.jit
-def logprob(logits_ptr, token, peak, inverse_temperature, total):
-    logit = tl.load(logits_ptr + token)
-    return (logit - peak) * inverse_temperature - tl.log(total.to(tl.float32))
-
-
 @triton.jit(do_not_specialize=["inverse_temperature"])
 def token_logprobs_kernel(
     logits_ptr, targets_ptr, logprobs_ptr, shifts_ptr, sums_ptr, entropies_ptr, inverse_temperature, n,
@@ -60,8 +54,8 @@ def token_logprobs_kernel(
     logits_ptr += row * n
     peak = row_peak(logits_ptr, n, BLOCK)
     total, weighted = exp_sums(logits_ptr, n, peak, inverse_temperature, BLOCK)
-    target = tl.load(targets_ptr + row)
-    tl.store(logprobs_ptr + row, logprob(logits_ptr, target, peak, inverse_temperature, total))
+    logit = tl.load(logits_ptr + tl.load(targets_ptr + row))
+    tl.store(logprobs_ptr + row, (logit - peak) * inverse_temperature - tl.log(total.to(tl.float32)))
     tl.store(shifts_ptr + row, peak)
     tl.store(sums_ptr + row, total.to(tl.float32))
     # -sum p log p = log(sum) - sum(e z) / sum
@@ -105,31 +99,29 @@ def crossing(weights, passed, threshold, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["inverse_temperature"])
 def sample_kernel(
-    logits_ptr, uniforms_ptr, tokens_ptr, logprobs_ptr, inverse_temperature, n,
+    logits_ptr, uniforms_ptr, tokens_ptr, inverse_temperature, n,
     BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Invert the cumulative distribution: find the block, the piece of it, the token in that."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * n
     peak = row_peak(logits_ptr, n, BLOCK)
-    total, weighted = exp_sums(logits_ptr, n, peak, inverse_temperature, BLOCK)
+    total, _weighted = exp_sums(logits_ptr, n, peak, inverse_temperature, BLOCK)
     threshold = tl.load(uniforms_ptr + row).to(tl.float64) * total
     passed = tl.zeros((), tl.float64)
     before = tl.zeros((), tl.float64)
     block = 0
     for first in range(0, n, BLOCK):
-        z, e = exponents(logits_ptr, first + tl.arange(0, BLOCK), n, peak, inverse_temperature)
+        _z, e = exponents(logits_ptr, first + tl.arange(0, BLOCK), n, peak, inverse_temperature)
         weight = tl.sum(e.to(tl.float64), 0)
         # Until it is found, the newest block that holds anything: rounding may leave the threshold past the end.
         takes = (weight > 0) & (passed <= threshold)
         before, block = tl.where(takes, passed, before), tl.where(takes, first, block)
         passed += weight
-    z, e = exponents(logits_ptr, block + tl.arange(0, BLOCK), n, peak, inverse_temperature)
+    _z, e = exponents(logits_ptr, block + tl.arange(0, BLOCK), n, peak, inverse_temperature)
     pieces = tl.sum(tl.reshape(e.to(tl.float64), (BLOCK // PIECE, PIECE)), 1)
     piece, before = crossing(pieces, before, threshold, BLOCK // PIECE)
     first_token = block + piece * PIECE
-    z, e = exponents(logits_ptr, first_token + tl.arange(0, PIECE), n, peak, inverse_temperature)
+    _z, e = exponents(logits_ptr, first_token + tl.arange(0, PIECE), n, peak, inverse_temperature)
     place, before = crossing(e.to(tl.float64), before, threshold, PIECE)
-    token = first_token + place
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, logprob(logits_ptr, token, peak, inverse_temperature, total))
+    tl.store(tokens_ptr + row, (first_token + place).to(tl.int64))

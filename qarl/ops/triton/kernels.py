@@ -30,6 +30,9 @@ LONGEST_BLOCK = 2048
 LONGEST_SUM = 1 << 17
 """Largest K whose sums of products fit int32."""
 
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel anew for pointers that are no such multiple, perhaps with sums in another order."""
+
 PLAIN = {"enable_fp_fusion": False}
 """For every kernel: no fused multiply-adds, so that the compiler's choices cannot change a bit."""
 
@@ -46,6 +49,8 @@ class TritonKernels(ReferenceKernels):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Tensor cores know E4M3 since compute capability 8.9.
+        self.multiplies_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
     def rms_norm(self, x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         return self._prepare("norm", x_TD, gain_D, eps)
@@ -65,41 +70,38 @@ class TritonKernels(ReferenceKernels):
 
     def _prepare(self, prologue: str, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
         as_float(x, gain)
-        x, step = x.contiguous(), x.shape[-1]
+        step = x.shape[-1]
         n = step // 2 if prologue == "gated" else step
         y = x.new_empty((*x.shape[:-1], n))
-        grid = (x.numel() // step,)
-        rows.prepare_kernel[grid](x, gain, y, eps, n, step, PROLOGUE=prologue, BLOCK=block_of(n), **PLAIN)
+        given = (whole(x), whole(gain), y, eps, n, step)
+        rows.prepare_kernel[(x.numel() // step,)](*given, PROLOGUE=prologue, BLOCK=block_of(n), **PLAIN)
         return y
 
     def _prepare_quantized(
         self, prologue: str, x_TK: Tensor, gain: Tensor | None, eps: float, grid: IntegerFormat
     ) -> tuple[Tensor, Tensor]:
         as_float(x_TK, gain)
-        x_TK = x_TK.contiguous()
         height, step = x_TK.shape
         n = step // 2 if prologue == "gated" else step
         codes, scales = x_TK.new_empty((height, n), dtype=grid.code_dtype), x_TK.new_empty(height)
         rows.prepare_quantized_kernel[(height,)](
-            x_TK, gain, codes, scales, eps, grid.largest, n, step, PROLOGUE=prologue, BLOCK=block_of(n), **PLAIN
-        )
+            whole(x_TK), whole(gain), codes, scales, eps, grid.largest, n, step,
+            PROLOGUE=prologue, BLOCK=block_of(n), **PLAIN,
+        )  # fmt: skip
         return codes, scales
 
     def rms_norm_backward(self, grad_TD: Tensor, x_TD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         as_float(grad_TD, x_TD, gain_D)
-        grad_TD, x_TD, n = grad_TD.contiguous(), x_TD.contiguous(), x_TD.shape[-1]
-        grad_x, inverses = torch.empty_like(x_TD), x_TD.new_empty(x_TD.shape[:-1])
-        rows.rms_norm_backward_kernel[(inverses.numel(),)](
-            grad_TD, x_TD, gain_D, grad_x, inverses, eps, n, BLOCK=block_of(n), **PLAIN
-        )
+        n = x_TD.shape[-1]
+        grad_x, inverses = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape[:-1])
+        given = (*map(whole, (grad_TD, x_TD, gain_D)), grad_x, inverses, eps, n)
+        rows.rms_norm_backward_kernel[(inverses.numel(),)](*given, BLOCK=block_of(n), **PLAIN)
         return grad_x, (grad_TD * x_TD * inverses[..., None]).flatten(0, -2).sum(0)
 
     def gated_backward(self, grad_TF: Tensor, gate_up: Tensor) -> Tensor:
         as_float(grad_TF, gate_up)
-        grad_TF, gate_up = grad_TF.contiguous(), gate_up.contiguous()
-        height, n = grad_TF.shape
-        grad = torch.empty_like(gate_up)
-        rows.gated_backward_kernel[(height,)](grad_TF, gate_up, grad, n, BLOCK=block_of(n), **PLAIN)
+        (height, n), grad = grad_TF.shape, gate_up.new_empty(gate_up.shape)
+        rows.gated_backward_kernel[(height,)](whole(grad_TF), whole(gate_up), grad, n, BLOCK=block_of(n), **PLAIN)
         return grad
 
     def integer_matmul(
@@ -116,7 +118,7 @@ class TritonKernels(ReferenceKernels):
         assert codes_TK.dtype == weight.dtype and weight.shape[1] == k <= LONGEST_SUM
         y = row_scales_T.new_empty(height, n)
         kernel = gemm.int12_matmul_kernel if codes_TK.dtype == torch.int16 else gemm.int8_matmul_kernel
-        tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "BLOCK_K": gemm.INTEGER_BLOCK_K}
+        tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "BLOCK_K": gemm.CODES_BLOCK_K}
         inputs = (codes_TK, row_scales_T, weight.packed, column_scales_N, bias_N, residual_TN)
         kernel[tiles(height, n)](*map(whole, inputs), y, height, n, k, **tile, **PLAIN)
         return y
@@ -154,6 +156,24 @@ class TritonKernels(ReferenceKernels):
         gemm.matmul_int4_kernel[tiles(height, n)](*inputs, y, height, n, k, PRECISION=self.precision, **tile, **PLAIN)
         return y
 
+    def fp8_matmul(
+        self,
+        codes_TK: Tensor,
+        row_scales_TG: Tensor,
+        weight_NK: Tensor,
+        column_scales_NG: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        as_float(row_scales_TG, column_scales_NG, bias_N, residual_TN)
+        (height, k), n = codes_TK.shape, len(weight_NK)
+        y = row_scales_TG.new_empty(height, n)
+        tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "BLOCK_K": gemm.CODES_BLOCK_K}
+        inputs = (codes_TK, row_scales_TG, weight_NK, column_scales_NG, bias_N, residual_TN)
+        sizes = (height, n, k, row_scales_TG.shape[1])
+        gemm.fp8_matmul_kernel[tiles(height, n)](*map(whole, inputs), y, *sizes, **tile, **PLAIN)
+        return y
+
     def split_rotate(
         self,
         qkv_TN: Tensor,
@@ -183,7 +203,7 @@ class TritonKernels(ReferenceKernels):
         self, q_THC: Tensor, keys: KVStore, values: KVStore, spans: Spans, scale: float
     ) -> tuple[Tensor, Tensor]:
         as_float(q_THC)
-        out, lse = torch.empty_like(q_THC), q_THC.new_empty(q_THC.shape[:2])
+        out, lse = q_THC.new_empty(q_THC.shape), q_THC.new_empty(q_THC.shape[:2])
         kv_heads = shape_of(keys)[1]
         sizes = tile_sizes(q_THC, kv_heads)
         per_tile = queries_per_tile(spans, len(q_THC), sizes)
@@ -207,7 +227,7 @@ class TritonKernels(ReferenceKernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         as_float(grad_THC, q_THC, keys_RGC, values_RGC, out_THC, lse_TH)
         (stored_rows, kv_heads, _), count = keys_RGC.shape, len(spans.pointers) - 1
-        dq, dk, dv = torch.empty_like(q_THC), torch.empty_like(keys_RGC), torch.empty_like(values_RGC)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q_THC, keys_RGC, values_RGC))
         delta_TH = (grad_THC * out_THC).sum(-1)
         sizes = tile_sizes(q_THC, kv_heads)
         per_tile = queries_per_tile(spans, len(q_THC), sizes)
@@ -253,12 +273,13 @@ class TritonKernels(ReferenceKernels):
     def sample(self, logits_TV: Tensor, uniforms_T: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
         as_float(logits_TV, uniforms_T)
         height, n = logits_TV.shape
-        tokens, logprobs = logits_TV.new_empty(height, dtype=torch.int64), logits_TV.new_empty(height)
+        tokens = logits_TV.new_empty(height, dtype=torch.int64)
         head.sample_kernel[(height,)](
-            whole(logits_TV), whole(uniforms_T), tokens, logprobs, inverse_temperature, n,
+            whole(logits_TV), whole(uniforms_T), tokens, inverse_temperature, n,
             BLOCK=head.BLOCK, PIECE=head.PIECE, **PLAIN,
         )  # fmt: skip
-        return tokens, logprobs
+        # By the kernel that the learner scores with: another one's sums may be compiled into another order.
+        return tokens, self.token_logprobs(logits_TV, tokens, inverse_temperature).logprobs
 
     def chunk_sums(self, words_CW: Tensor, multipliers_W: Tensor) -> Tensor:
         """Many chunks at a time: a launch for each would take longer than its sums."""
@@ -270,8 +291,11 @@ class TritonKernels(ReferenceKernels):
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """What a kernel can read: rows one after another."""
-    return None if tensor is None else tensor.contiguous()
+    """What a kernel can read: rows one after another, from a multiple of ALIGNMENT on."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def block_of(n: int) -> int:
