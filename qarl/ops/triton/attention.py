@@ -16,7 +16,10 @@ from qarl.ops.triton.rows import codes_of, quotient, scale_and_factor
 TILE = 16
 """Rows (queries times heads) of a tile; more where one key/value head has more query heads."""
 
-BLOCK_KEYS = 64
+BLOCK_KEYS = 32
+
+WARPS_OF_KEYS = 8
+"""Of the kernel whose programs hold a block of keys and values and both their gradients."""
 
 LOWEST = tl.constexpr(-1e38)
 """Below every score, and finite: the difference of two of them is 0."""

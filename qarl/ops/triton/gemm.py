@@ -13,8 +13,8 @@ BLOCK_M, BLOCK_N = 64, 64
 BLOCK_K = 32
 """Of floating-point tiles, which every count of rows shares."""
 
-CODES_BLOCK_K = 128
-"""Of tiles of 8-bit and 12-bit codes; a group of 8-bit floats is as long, or all of K."""
+CODES_BLOCK_K = 64
+"""Of tiles of 8-bit and 12-bit codes: as large as registers hold (`tests/ops/triton/test_kernels.py` watches)."""
 
 
 @triton.jit
@@ -62,20 +62,20 @@ def matmul_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def matmul_int4_kernel(
     x_ptr, nibbles_ptr, scales_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, width,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The same, the weight being code * scale. A group of 2 HALF codes is HALF bytes: its first half low, then high."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     groups = width // (2 * HALF)
-    for group in range(0, groups):
-        byte = group * HALF + tl.arange(0, HALF)
-        both = right_tile(nibbles_ptr, o, byte, n, width // 2, width // 2)
+    for first in range(0, width // 2, BLOCK_K):
+        group = first // HALF
+        both = right_tile(nibbles_ptr, o, first + tl.arange(0, BLOCK_K), n, width // 2, width // 2)
         scale = tl.load(scales_ptr + o.to(tl.int64) * groups + group, mask=o < n, other=0.0)[None, :]
         low = ((both & 15).to(tl.int8) - 8).to(tl.float32) * scale
         high = ((both >> 4).to(tl.int8) - 8).to(tl.float32) * scale
-        k = group * 2 * HALF + tl.arange(0, HALF)
+        k = first + group * HALF + tl.arange(0, BLOCK_K)
         sums = tl.dot(left_tile(x_ptr, m, k, rows, width, width), low, sums, input_precision=PRECISION)
         sums = tl.dot(left_tile(x_ptr, m, k + HALF, rows, width, width), high, sums, input_precision=PRECISION)
     finish(sums, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
@@ -83,26 +83,26 @@ def matmul_int4_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def fp8_matmul_kernel(
-    codes_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, width, groups,
+    codes_ptr, row_scales_ptr, weight_ptr, column_scales_ptr, bias_ptr, residual_ptr, y_ptr, rows, n, width, size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = (codes @ weight^T) * scales of E4M3 codes, a group along K at a time.
+    """y = (codes @ weight^T) * scales of E4M3 codes, a group of `size` along K at a time.
 
     Tensor cores may add with fewer bits than fp32 has: their sums go to fp32 after every BLOCK_K products.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = width // groups
+    groups = width // size
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(0, groups):
+    for start in range(0, width, size):
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for first in range(0, size, BLOCK_K):
-            k = group * size + first + tl.arange(0, BLOCK_K)
-            codes = left_tile(codes_ptr, m, k, rows, group * size + size, width)
-            weight = right_tile(weight_ptr, o, k, n, group * size + size, width)
+        for first in range(start, start + size, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            codes = left_tile(codes_ptr, m, k, rows, start + size, width)
+            weight = right_tile(weight_ptr, o, k, n, start + size, width)
             sums = tl.dot(codes, weight, sums, max_num_imprecise_acc=BLOCK_K)
-        row_scales = tl.load(row_scales_ptr + m * groups + group, mask=m < rows, other=0.0)
-        column_scales = tl.load(column_scales_ptr + o * groups + group, mask=o < n, other=0.0)
+        row_scales = tl.load(row_scales_ptr + m * groups + start // size, mask=m < rows, other=0.0)
+        column_scales = tl.load(column_scales_ptr + o * groups + start // size, mask=o < n, other=0.0)
         y += sums * (row_scales[:, None] * column_scales[None, :])
     finish(y, bias_ptr, residual_ptr, y_ptr, m, o, rows, n)
 

@@ -151,7 +151,8 @@ class TritonKernels(ReferenceKernels):
         (height, k), n = x_TK.shape, weight.shape[0]
         assert weight.shape[1] == k, "packed weight and input disagree on K"
         y = x_TK.new_empty(height, n)
-        tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "HALF": k // weight.scales.shape[1] // 2}
+        half = k // weight.scales.shape[1] // 2
+        tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "BLOCK_K": min(half, gemm.BLOCK_K), "HALF": half}
         inputs = map(whole, (x_TK, weight.nibbles, weight.scales, bias_N, residual_TN))
         gemm.matmul_int4_kernel[tiles(height, n)](*inputs, y, height, n, k, PRECISION=self.precision, **tile, **PLAIN)
         return y
@@ -170,7 +171,7 @@ class TritonKernels(ReferenceKernels):
         y = row_scales_TG.new_empty(height, n)
         tile = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N, "BLOCK_K": gemm.CODES_BLOCK_K}
         inputs = (codes_TK, row_scales_TG, weight_NK, column_scales_NG, bias_N, residual_TN)
-        sizes = (height, n, k, row_scales_TG.shape[1])
+        sizes = (height, n, k, k // row_scales_TG.shape[1])
         gemm.fp8_matmul_kernel[tiles(height, n)](*map(whole, inputs), y, *sizes, **tile, **PLAIN)
         return y
 
@@ -239,7 +240,7 @@ class TritonKernels(ReferenceKernels):
         _, *where = layout(spans)
         attention.attention_dkv_kernel[(triton.cdiv(stored_rows, attention.BLOCK_KEYS), kv_heads)](
             *given, *by_sequence(spans.sequences, count), *where, dk, dv, scale, stored_rows, count, kv_heads,
-            PRECISION=self.precision, **sizes, **PLAIN,
+            PRECISION=self.precision, **sizes, num_warps=attention.WARPS_OF_KEYS, **PLAIN,
         )  # fmt: skip
         return dq, dk, dv
 
