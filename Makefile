@@ -19,7 +19,7 @@ test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
 
 test-gpu: $(VENV)/.test-gpu
-	$(VENV)/bin/python -m pytest -m triton
+	$(VENV)/bin/python -m pytest -m "triton or not slow" tests/ops tests/contracts
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -22,7 +22,7 @@ from qarl.quant.qtensor import (
     quantize,
     quantize_activations,
 )
-from qarl.quant.scales import PerGroup, PerRow
+from qarl.quant.scales import PerBlock, PerGroup, PerRow
 from qarl.quant.scheme import Quantizer, Scheme
 
 Rows = tuple[Tensor, Tensor | None]
@@ -333,9 +333,10 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
 
 def row_scales(quantized: QTensor) -> Tensor:
     """The scales [N, G] of every row's groups along K, of a scheme with one scale a row or a block."""
-    rows, scale = len(quantized.codes), quantized.scale
-    height = 1 if len(scale) == rows else -(-rows // len(scale))
-    return scale.repeat_interleave(height, 0)[:rows]
+    assert quantized.scheme.weight is not None
+    granularity = quantized.scheme.weight.granularity
+    height = granularity.rows if isinstance(granularity, PerBlock) else 1
+    return quantized.scale.repeat_interleave(height, 0)[: len(quantized.codes)]
 
 
 def is_integer(scheme: Scheme) -> bool:
