@@ -66,9 +66,8 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
     parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
     bias = torch.randn(40)
     operand = operand_of(parts, [None, bias])
-    kind = IntegerOperand if is_integer(scheme) else Int4Operand if is_weight_only_int4(scheme) else FloatOperand
-    if name in ("fp8", "fp8-block") and kernels().multiplies_fp8:
-        kind = Fp8Operand
+    of_floats = Fp8Operand if name in ("fp8", "fp8-block") and kernels().multiplies_fp8 else FloatOperand
+    kind = IntegerOperand if is_integer(scheme) else Int4Operand if is_weight_only_int4(scheme) else of_floats
     assert isinstance(operand, kind)
 
     dense = torch.cat([dequantize(part) if scheme.quantized else part for part in parts])
