@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from qarl.ops import device as module
 from qarl.ops.device import HOST, has_triton, missing_for_cuda, moved, place
 from qarl.ops.kernels import compute_on, kernels, using
 from qarl.ops.reference import ReferenceKernels
+from qarl.records import Sampling
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpu: bool, triton: bool) -> None:
@@ -77,11 +78,12 @@ def test_a_record_moves_with_all_its_tensors_and_stays_on_the_cpu_as_it_is():
 @pytest.mark.parametrize("kind", ["reference", pytest.param("triton", marks=pytest.mark.triton)])
 def test_nothing_is_made_on_the_default_device_by_accident(small: Any, request: pytest.FixtureRequest, kind, scheme):
     """Where that is a device without memory, whatever is made without saying where could not be computed with."""
+    small = replace(small, sampling=Sampling(temperature=0.8, max_new_tokens=3))
     chosen = ReferenceKernels() if kind == "reference" else request.getfixturevalue("triton_kernels")
     outcomes = []
     for default in (nullcontext(), torch.device("meta")):
         with using(chosen):
-            learner, prompts = small.learner(scheme), small.prompts(9, 40)
+            learner, prompts = small.learner(scheme), small.prompts(3, 36)
             engine = small.engine(learner.publish())
             advantages = [torch.tensor([1.0, -1.0, 0.5])] * 2
             with default:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from qarl.ops.device import has_triton
 from qarl.ops.kernels import integers_are_exact, using
 from qarl.ops.reference import ReferenceKernels
+from qarl.records import Sampling
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that one program can have (CUDA programming guide, table of compute capabilities)."""
@@ -23,9 +25,10 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 @pytest.mark.triton
 @pytest.mark.parametrize("scheme", ["none", "w8a8-int8", "w4a16", "fp8", "fp8-block"])
 def test_engine_and_learner_have_the_same_bits(small: Any, triton_kernels: ReferenceKernels, scheme):
+    small = replace(small, sampling=Sampling(temperature=0.8, max_new_tokens=4))
     with using(triton_kernels):
         learner = small.learner(scheme)
-        groups = small.rollout(learner, 9, 40, group_size=2)
+        groups = small.rollout(learner, 5, 36, group_size=2)
         report = learner.update(groups, small.advantages(groups))
     assert report["mismatch/bit_equal"].value() == 1.0
     assert report["optim/grad_norm"].value() > 0.0
@@ -33,11 +36,11 @@ def test_engine_and_learner_have_the_same_bits(small: Any, triton_kernels: Refer
 
 @pytest.mark.triton
 def test_an_update_is_that_of_the_reference(small: Any, triton_kernels: ReferenceKernels):
-    norms = []
+    small, norms = replace(small, sampling=Sampling(temperature=0.8, max_new_tokens=4)), []
     for kernels in (triton_kernels, ReferenceKernels()):
         with using(kernels):
             learner = small.learner("w4a16")
-            groups = small.rollout(learner, 9, 40, group_size=2)
+            groups = small.rollout(learner, 5, 36, group_size=2)
             norms.append(learner.update(groups, small.advantages(groups))["optim/grad_norm"].value())
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
