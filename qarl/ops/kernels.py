@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -28,8 +29,18 @@ def kernels() -> ReferenceKernels:
 
 
 def compute_on(device: torch.device) -> None:
-    """From now on this process computes there; it is the CPU before. What is `using` others goes on with them."""
+    """From now on this process computes there; it is the CPU before. What is `using` others goes on with them.
+
+    On a GPU torch's own sums (gradients of embeddings, backward GEMMs) get one order too: the same seed is to give the
+    same weights.
+    """
     _device[-1] = device
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(is_gpu, warn_only=True)
+    # Every kernel writes all of its result.
+    torch.utils.deterministic.fill_uninitialized_memory = not is_gpu  # type: ignore[attr-defined]
 
 
 def require_exact_integers() -> None:

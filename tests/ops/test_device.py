@@ -41,18 +41,20 @@ def test_cuda_is_refused_where_it_cannot_be_had_with_what_to_do(monkeypatch: pyt
         place("cuda")
 
 
-def test_kernels_are_those_of_the_device_in_use():
+def test_kernels_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch):
     if not has_triton():
         pytest.skip("no Triton here: pip install 'qarl-llm[gpu]'")
     before = kernels()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     try:
         compute_on(torch.device("cuda", 0))
         assert kernels().name == "triton" and kernels().device == torch.device("cuda", 0)
+        assert torch.are_deterministic_algorithms_enabled()
         with using(before):
             assert kernels() is before
     finally:
         compute_on(HOST)
-    assert kernels() is before
+    assert kernels() is before and not torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ TILE = {"BLOCK_M": gemm.BLOCK_M, "BLOCK_N": gemm.BLOCK_N}
 CODES_TILE = {**TILE, "BLOCK_K": gemm.CODES_BLOCK_K}
 FP32 = {"PRECISION": "tf32x3"}
 HEADS = {"REPEAT": 4, "GROUP": 4, "TILE": attention.TILE, "DIM": 128, "BLOCK_DIM": 128}
+ODD_HEADS = {"REPEAT": 3, "GROUP": 4, "TILE": attention.TILE, "DIM": 64, "BLOCK_DIM": 64}
 ATTENTION = {**FP32, **HEADS, "BLOCK_KEYS": attention.BLOCK_KEYS}
 NO_SCALES = {"HAS_SCALES": False, "key_scales_ptr": None, "value_scales_ptr": None}
 
@@ -40,6 +41,7 @@ def cases(capability: int) -> Iterator[tuple[Any, dict[str, Any], str, int]]:
     yield rows.gated_backward_kernel, {"BLOCK": 2048}, "", 4
     yield gemm.matmul_kernel, {**FP32, **TILE, "BLOCK_K": gemm.BLOCK_K}, "", 4
     yield gemm.matmul_int4_kernel, {**FP32, **TILE, "BLOCK_K": gemm.BLOCK_K, "HALF": 64}, "", 4
+    yield gemm.matmul_int4_kernel, {**FP32, **TILE, "BLOCK_K": 16, "HALF": 16}, "", 4
     yield gemm.int8_matmul_kernel, CODES_TILE, "*i8", 4
     yield gemm.int12_matmul_kernel, CODES_TILE, "*i16", 4
     if capability >= 89:
@@ -50,6 +52,7 @@ def cases(capability: int) -> Iterator[tuple[Any, dict[str, Any], str, int]]:
     yield attention.split_rotate_kernel, {"BLOCK": 64, **NO_SCALES}, "", 4
     yield attention.split_rotate_kernel, {"BLOCK": 64, "HAS_SCALES": True}, "*i8", 4
     yield attention.attention_kernel, {**ATTENTION, **NO_SCALES}, "", 4
+    yield attention.attention_kernel, {**ATTENTION, **ODD_HEADS, **NO_SCALES}, "", 4
     yield attention.attention_kernel, {**ATTENTION, "HAS_SCALES": True}, "*i8", 4
     yield attention.attention_dq_kernel, ATTENTION, "", 4
     yield attention.attention_dkv_kernel, ATTENTION, "", attention.WARPS_OF_KEYS
