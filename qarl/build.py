@@ -21,7 +21,8 @@ from qarl.models.decoder import HEAD, Decoder
 from qarl.models.names import LoadedModel
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
-from qarl.ops.kernels import kernels
+from qarl.ops.device import place
+from qarl.ops.kernels import compute_on, kernels
 from qarl.prompts import Renderer, SplitSource, describe_prompt
 from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
 from qarl.recipe import Recipe
@@ -56,7 +57,8 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
 
     `progress` is told (finished, all) completions during rollouts.
     """
-    model = model_named(recipe.model)
+    compute_on(place(recipe.device).device)
+    model = on_device(model_named(recipe.model))
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -161,6 +163,11 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
     )
 
 
+def on_device(model: LoadedModel) -> LoadedModel:
+    """The model with its tensors where the operations compute."""
+    return replace(model, tensors={name: tensor.to(kernels().device) for name, tensor in model.tensors.items()})
+
+
 def scheme_plan(
     model: LoadedModel, scheme: str, exceptions: QuantConfig, engine: EngineConfig | None = None
 ) -> SchemePlan:
@@ -194,6 +201,7 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
         [
             f"qarl {__version__}, torch {torch.__version__}, {kernels().name} kernels, "
             f"{torch.get_num_threads()} threads",
+            f"device {recipe.device}: {place(recipe.device).describe()}",
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",

@@ -15,8 +15,9 @@ import torch
 from qarl import __version__
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
+from qarl.ops.device import has_triton, missing_for_cuda
 from qarl.ops.kernels import integers_are_exact, kernels
-from qarl.ops.operand import activation_grid, is_integer, weight_grid
+from qarl.ops.operand import activation_grid, is_integer, is_weight_only_int4, weight_grid
 from qarl.quant import SCHEMES, Scheme
 from qarl.quant.formats import INT4, INT8
 
@@ -38,6 +39,7 @@ PACKAGES = {
     "datasets": "data",
     "pyarrow": "data",
     "ray": "cluster",
+    "triton": "gpu",
 }
 """Distributions and the extra that installs them."""
 
@@ -47,7 +49,9 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_i
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`state` is real, emulated (right but slow) or absent; `how` says what serves it, or why nothing does."""
+    """`state` is real, emulated or interpreted (right but slow), or absent; `how` says what serves it, or why nothing
+    does.
+    """
 
     state: str
     how: str
@@ -70,12 +74,15 @@ def examine() -> dict[str, Any]:
         "kernel_library_note": built.reason,
         "integer_gemm_exact": integers_are_exact(kernels()),
         "kernels": {name: f"{found.state}: {found.how}" for name, found in scheme_kernels().items()},
+        "gpu_kernels": {name: f"{found.state}: {found.how}" for name, found in gpu_kernels().items()},
         "packages": {name: installed(name, extra) for name, extra in PACKAGES.items()},
     }
 
 
 def scheme_kernels() -> dict[str, Kernel]:
-    """How each scheme would be computed here."""
+    """How each scheme would be computed here: on the CPU, unless this process computes on a GPU."""
+    if kernels().name == "triton":
+        return gpu_kernels()
     compiled = kernels().exact_matmul
     return {name: _kernel_of(scheme, compiled) for name, scheme in SCHEMES.items()}
 
@@ -91,6 +98,33 @@ def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
     if not scheme.quantized:
         return Kernel("real", "fixed-order fp32 GEMM in C")
     return Kernel("emulated", "codes expanded to fp32 for the fixed-order GEMM in C")
+
+
+def gpu_kernels() -> dict[str, Kernel]:
+    """How each scheme would be computed on a GPU here."""
+    missing = missing_for_cuda()
+    is_interpreted = missing is not None and has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    if missing is not None and not is_interpreted:
+        return {name: Kernel("absent", missing) for name in SCHEMES}
+    state = "interpreted" if is_interpreted else "real"
+    found = {name: Kernel(state, f"Triton, {gpu_path(scheme)}") for name, scheme in SCHEMES.items()}
+    if not is_interpreted and torch.cuda.get_device_capability() < (8, 9):
+        found |= {
+            name: Kernel("emulated", "codes expanded to fp32: this GPU has no E4M3") for name in ("fp8", "fp8-block")
+        }
+    return found
+
+
+def gpu_path(scheme: Scheme) -> str:
+    """What multiplies there."""
+    if is_integer(scheme):
+        is_wide = activation_grid(scheme) is not INT8
+        return "exact integer GEMM, three products of bytes" if is_wide else "exact integer GEMM"
+    if is_weight_only_int4(scheme):
+        return "codes expanded on the way through a fixed-order GEMM, each fp32 product as three of tf32"
+    if scheme.quantized:
+        return "GEMM of E4M3 codes in a fixed order"
+    return "fixed-order GEMM, each fp32 product as three of tf32"
 
 
 def integer_path(scheme: Scheme) -> str:

@@ -22,6 +22,7 @@ from qarl.explain import Place, did_you_mean, is_choice, locate, problems
 from qarl.health import Health
 from qarl.learner.config import LearnerConfig
 from qarl.objectives import ObjectiveConfig, Tbpo
+from qarl.ops.device import DeviceChoice
 from qarl.prompts import PromptsConfig
 from qarl.quant import QuantConfig, scheme_named
 from qarl.rewards import RewardConfig
@@ -68,6 +69,11 @@ class Recipe(Config):
     steps: int = Field(100, ge=1, description="Rollout batches to train on.")
     prompts_per_step: int = Field(8, ge=1, description="Questions of a rollout batch.")
     group_size: int = Field(8, ge=1, description="Completions of every question.")
+    device: DeviceChoice = Field(
+        "auto",
+        description="Where the learner and our own engine compute; `auto`: on a GPU where torch sees one and Triton is "
+        "installed, else on the CPU.",
+    )
     scheme: str = Field("w8a8-int8", description="How weights and activations are quantized; `none`: they are not.")
     alignment: Literal["auto", "none"] = Field(
         "auto", description="`auto`: the learner computes as the engine does; `none`: in full precision, a baseline."

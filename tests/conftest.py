@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 # Before any tokenizer or hub library is imported: tests read nothing from a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+if not torch.cuda.is_available():
+    # Before Triton is imported: without a GPU it interprets the kernels, on tensors of the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from qarl.learner.config import LearnerConfig
 from qarl.learner.learner import LocalLearner
 from qarl.models.config import ModelConfig
@@ -24,6 +29,8 @@ from qarl.models.decoder import Decoder
 from qarl.models.names import random_weights
 from qarl.models.rope import RopeConfig
 from qarl.objectives import Reinforce
+from qarl.ops.device import has_triton, moved
+from qarl.ops.reference import KVCodes, ReferenceKernels
 from qarl.quant import QuantConfig, Scheme, plan_schemes, scheme_named
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
 from qarl.roles import Objective
@@ -40,6 +47,71 @@ def _one_thread_and_fixed_seeds() -> Iterator[None]:
     np.random.seed(0)
     yield
     torch.set_num_threads(1)
+
+
+class FacingTheCpu:
+    """Kernels of a GPU for tests that have their tensors on the CPU: they go there, and results come back."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, inner: ReferenceKernels) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            there = [self._there(one) for one in arguments]
+            result = found(*there)
+            for mine, theirs in zip(arguments, there, strict=True):
+                copy_back(mine, theirs)
+            return back(result)
+
+        return call
+
+    def _there(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.inner.device)
+        if isinstance(value, tuple | list):
+            there = [self._there(one) for one in value]
+            return type(value)(*there) if hasattr(value, "_fields") else type(value)(there)
+        return moved(value, self.inner.device) if dataclasses.is_dataclass(value) else value
+
+
+def copy_back(mine: Any, theirs: Any) -> None:
+    """What an operation may have written in place."""
+    if isinstance(mine, Tensor) and mine.is_floating_point():
+        mine.detach().copy_(theirs)
+    elif isinstance(mine, list):
+        for one, other in zip(mine, theirs, strict=True):
+            copy_back(one, other)
+    elif isinstance(mine, KVCodes):
+        mine.codes.copy_(theirs.codes)
+        mine.scales.copy_(theirs.scales)
+
+
+def back(result: Any) -> Any:
+    """Results on the CPU; packed weights stay where they are multiplied."""
+    if isinstance(result, Tensor):
+        return result.cpu()
+    if isinstance(result, tuple):
+        here = [back(one) for one in result]
+        return type(result)(*here) if hasattr(result, "_fields") else tuple(here)
+    return result
+
+
+@pytest.fixture(scope="session")
+def triton_kernels() -> ReferenceKernels:
+    """The Triton kernels for tensors on the CPU: interpreted, or where there is a GPU, run there."""
+    if not has_triton():
+        pytest.skip("no Triton here: pip install 'qarl-llm[gpu]'")
+    from qarl.ops.triton.kernels import TritonKernels
+
+    if torch.cuda.is_available():
+        return cast(ReferenceKernels, FacingTheCpu(TritonKernels(torch.device("cuda"))))
+    return TritonKernels(torch.device("cpu"))
 
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=10, stop_token_ids=(0, 1, 2, 3))

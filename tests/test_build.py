@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from qarl import build as build_module
-from qarl.build import build, local_learner, scheme_plan
+from qarl.build import build, local_learner, on_device, scheme_plan
 from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
+from qarl.models.names import load_model
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels
 from qarl.quant import SchemePlan
@@ -58,6 +59,22 @@ def test_an_unaligned_learner_disagrees_and_the_account_says_so() -> None:
     advantages = [torch.tensor([1.0, -1.0, 0.5, -0.5])] * 2
     assert learner.update(groups, advantages)["mismatch/max_abs"].value() > 0.0
     assert "alignment none: none, as asked" in system.account
+
+
+def test_the_device_is_the_recipes_and_the_account_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device auto: cpu (this build of torch knows no GPU" in build(recipe_of()).account or torch.version.cuda
+    assert "device cpu: cpu (as asked)" in build(recipe_of("--device=cpu")).account
+    with pytest.raises(ConfigurationError, match=r"device = 'cuda': .* GPU.*; or set device = 'cpu'"):
+        build(recipe_of("--device=cuda"))
+
+
+def test_tensors_go_where_the_operations_compute() -> None:
+    kernels = ReferenceKernels()
+    kernels.device = torch.device("meta")
+    with using(kernels):
+        model = on_device(load_model("tiny"))
+    assert {tensor.device.type for tensor in model.tensors.values()} == {"meta"}
 
 
 def test_without_the_c_kernels_the_account_promises_less() -> None:

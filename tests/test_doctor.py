@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 import torch
 
-from qarl.doctor import PACKAGES, Kernel, examine, installed, scheme_kernels
+from qarl import doctor
+from qarl.doctor import PACKAGES, Kernel, examine, gpu_kernels, installed, scheme_kernels
 from qarl.ops.kernels import using
 from qarl.ops.reference import ReferenceKernels
 from qarl.quant import SCHEMES
@@ -23,6 +25,24 @@ def test_without_c_kernels_every_scheme_is_emulated() -> None:
         found = scheme_kernels()
     assert {kernel.state for kernel in found.values()} == {"emulated"}
     assert found["none"] == Kernel("emulated", "torch reference operations (no C kernels)")
+
+
+def test_gpu_kernels_are_real_interpreted_or_absent_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+    missing: list[str | None] = [None]
+    monkeypatch.setattr(doctor, "missing_for_cuda", lambda: missing[0])
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    assert {kernel.state for kernel in gpu_kernels().values()} == {"real"}
+    assert gpu_kernels()["w12a12-int12"].how == "Triton, exact integer GEMM, three products of bytes"
+    capability[0] = (8, 0)
+    assert {name for name, kernel in gpu_kernels().items() if kernel.state != "real"} == {"fp8", "fp8-block"}
+    missing[0] = "torch sees no GPU"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert {kernel.state for kernel in gpu_kernels().values()} == {"interpreted"}
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert gpu_kernels()["none"] == Kernel("absent", "torch sees no GPU")
+    assert set(gpu_kernels()) == set(SCHEMES)
 
 
 def test_a_package_that_is_absent_says_how_to_get_it() -> None:

@@ -199,6 +199,10 @@ NEEDS = {
 SLOW = "other people's code, which takes seconds to load or runs in processes of its own"
 
 UNSEEN: dict[str, tuple[str, str]] = {
+    "device": (
+        "needs a GPU",
+        "tests/test_build.py::test_the_device_is_the_recipes_and_the_account_says_why",
+    ),
     "max_reward_error_share": (
         "needs rewards that fail",
         "tests/test_readings.py::test_too_many_failures_end_the_run",

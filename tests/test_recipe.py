@@ -44,12 +44,12 @@ def test_a_recipe_is_read_with_its_defaults(small: Path) -> None:
     assert recipe.eval is None
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.name)
 def test_every_recipe_we_ship_is_valid(path: Path) -> None:
     assert load_recipe(path).steps >= 1
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.name)
 def test_a_resolved_recipe_reads_back_as_itself(path: Path) -> None:
     recipe = load_recipe(path)
     assert parse_recipe(tomllib.loads(to_toml(recipe)), "resolved") == recipe

@@ -25,6 +25,7 @@ from qarl.bench.roofline import Arithmetic, best_gemm_rate, copy_bandwidth, gemm
 from qarl.bench.system import system_for
 from qarl.errors import ConfigurationError
 from qarl.models.decoder import Decoder
+from qarl.ops.graph import can_record
 from qarl.ops.kernels import kernels as active_kernels
 from qarl.ops.kernels import using
 from qarl.ops.operand import FloatOperand, Operand
@@ -68,8 +69,7 @@ def kernels(model: str, scheme: str, batch: int, context: int, kv_cache: KVForma
     engine = system.cast.engine
     assert isinstance(engine, NativeEngine)
     engine.load(system.cast.learner.publish())
-    step = DecodeStep(engine, batch, context)
-    if not step.forward.uses_graphs():
+    if not can_record() or not (step := DecodeStep(engine, batch, context)).forward.uses_graphs():
         raise ConfigurationError(
             f"command line: --scheme {scheme} is not computed by the C kernels alone here, so there are no calls to "
             "time; `qarl doctor` says which kernels there are, and which schemes have them"

@@ -49,19 +49,19 @@ def best_gemm_rate(arithmetic: Arithmetic) -> float:
 
 def gemm_rate(gemm: Callable[[int, int, int], Callable[[], object]], m: int, k: int, n: int) -> float:
     """Operations a second of one of `GEMMS` at one size."""
-    return 2 * m * k * n / best_seconds(gemm(m, k, n))
+    return 2 * m * k * n / best_seconds(waited_for(gemm(m, k, n)))
 
 
 def copy_bandwidth() -> float:
     """Bytes read and written a second by a large copy."""
-    source = torch.ones(1 << 26)  # zeros would be one page of the system's, read over and over
+    source = torch.ones(1 << 26, device=kernels().device)  # zeros would be one page of the system's, read over and over
     target = torch.empty_like(source)
-    return 2 * 4 * source.numel() / best_seconds(lambda: target.copy_(source))
+    return 2 * 4 * source.numel() / best_seconds(waited_for(lambda: target.copy_(source)))
 
 
 def our_int8(m: int, k: int, n: int) -> Callable[[], object]:
     codes, weight = random_codes(m, k), kernels().pack_codes(random_codes(n, k))
-    row_scales, column_scales = torch.ones(m), torch.ones(n)
+    row_scales, column_scales = (torch.ones(size, device=codes.device) for size in (m, n))
     return lambda: kernels().integer_matmul(codes, row_scales, weight, column_scales, None, None)
 
 
@@ -71,17 +71,33 @@ def torch_int8(m: int, k: int, n: int) -> Callable[[], object]:
 
 
 def our_fp32(m: int, k: int, n: int) -> Callable[[], object]:
-    x, packed = torch.randn(m, k), kernels().pack(torch.randn(n, k))
+    x, packed = normal(m, k), kernels().pack(normal(n, k))
     return lambda: kernels().matmul(x, packed, n, None, None)
 
 
 def torch_fp32(m: int, k: int, n: int) -> Callable[[], object]:
-    x, weight = torch.randn(m, k), torch.randn(n, k)
+    x, weight = normal(m, k), normal(n, k)
     return lambda: x @ weight.t()
 
 
 def random_codes(rows: int, columns: int) -> torch.Tensor:
-    return torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device=kernels().device)
+
+
+def normal(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device=kernels().device)
+
+
+def waited_for(work: Callable[[], object]) -> Callable[[], object]:
+    """The work to its end: a GPU's calls return before."""
+    if kernels().device.type == "cpu":
+        return work
+
+    def whole_work() -> None:
+        work()
+        torch.cuda.synchronize()
+
+    return whole_work
 
 
 GEMMS: dict[Arithmetic, tuple[Callable[[int, int, int], Callable[[], object]], ...]] = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qarl.errors import RunError
+from qarl.ops.device import HOST
 from qarl.ops.reference import Spans
 from qarl.records import Advantages, Completion, Group, Prompt
 
@@ -119,11 +120,12 @@ def micro_batches(shares: Sequence[Share], budget_tokens: int) -> list[MicroBatc
 
 
 def pack(shares: Sequence[Share]) -> MicroBatch:
-    """One micro-batch of these shares."""
-    layout = _Layout()
-    for share in shares:
-        layout.add(share)
-    return layout.micro_batch()
+    """One micro-batch of these shares, on the CPU."""
+    with HOST:
+        layout = _Layout()
+        for share in shares:
+            layout.add(share)
+        return layout.micro_batch()
 
 
 class _Layout:

@@ -29,6 +29,7 @@ from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.load import load_folder
 from qarl.models.save import save_folder
+from qarl.ops.device import moved
 from qarl.ops.head import token_logprobs
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import Operand, rounds_gradients
@@ -114,7 +115,7 @@ class LocalLearner:
         updates = split_evenly(shares_of(groups, advantages), self.config.updates_per_batch)
         # What is skipped still counts in the loss's denominators: the gradient is that of all groups.
         computed = [with_gradient(shares) for shares in updates] if self._skips_equal_groups() else updates
-        batches = [micro_batches(shares, self.config.micro_batch_tokens) for shares in computed]
+        batches = [self._micro_batches(shares) for shares in computed]
         old = self._old_logprobs(batches)
         reports: list[Metrics] = []
         if not updates:
@@ -173,6 +174,10 @@ class LocalLearner:
     def logprobs(self, micro: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the scored tokens [S] under what this learner would train."""
         return score(self.decoder, micro, self.temperature, self.config, entropy_gradient)
+
+    def _micro_batches(self, shares: Sequence[Share]) -> list[MicroBatch]:
+        """Packed within the budget, where the decoder computes."""
+        return [moved(micro, self.decoder.device) for micro in micro_batches(shares, self.config.micro_batch_tokens)]
 
     def _check_same_model(self, folder: Path, config: ModelConfig, started_with: str) -> None:
         """RunError where weights would go on in another network, or be held to another reference."""

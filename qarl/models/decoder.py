@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from qarl.models.config import ModelConfig, rope_tables
 from qarl.ops.adapter import Adapter
 from qarl.ops.attention import Rotation, Store, attention, split_rotate, split_rotate_into
+from qarl.ops.device import HOST, moved
 from qarl.ops.embedding import embedding
 from qarl.ops.head import Head, logits
 from qarl.ops.linear import Norm, Projection
@@ -184,6 +185,11 @@ class Decoder(nn.Module):
     def layers(self) -> list[Layer]:
         return [layer for layer in self.model.layers if isinstance(layer, Layer)]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: where its parameters are."""
+        return self.model.embed_tokens.weight.device
+
     def head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
@@ -229,8 +235,10 @@ class Decoder(nn.Module):
         """Rotary tables that reach at least `length` positions."""
         if self._rotation is None or len(self._rotation.cosines) < length:
             config = self.config
-            tables = rope_tables(config, max(length, 256))
+            with HOST:  # the same tables for every device
+                cosines, sines = rope_tables(config, max(length, 256))
             sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+            tables = (cosines.to(self.device), sines.to(self.device))
             self._rotation = Rotation(*sizes, config.norm_eps, *tables, rounds_kv=self.rounds_kv)
         return self._rotation
 
@@ -273,8 +281,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def full_logits(self, token_ids_T: Tensor) -> Tensor:
         """[T, V] logits of one whole sequence."""
-        length = len(token_ids_T)
-        return logits(self.head(), self.hidden(token_ids_T, torch.arange(length), one_sequence(length), length))
+        length, spans = len(token_ids_T), moved(one_sequence(len(token_ids_T)), self.device)
+        return logits(self.head(), self.hidden(token_ids_T, spans.visible - 1, spans, length))
 
     def operands(self) -> list[Operand]:
         """Everything that is multiplied with, the head last."""

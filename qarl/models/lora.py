@@ -18,6 +18,7 @@ from qarl.config import Config
 from qarl.errors import ConfigurationError
 from qarl.models.decoder import Decoder
 from qarl.ops.adapter import LowRank
+from qarl.ops.device import HOST
 
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """PEFT's names: the module's name in Hugging Face's model class between the first and one of the others."""
@@ -59,13 +60,13 @@ def projection_shapes(decoder: Decoder) -> dict[str, tuple[int, int]]:
 
 def new_adapters(decoder: Decoder, config: LoraConfig, seed: int) -> dict[str, LowRank]:
     """Adapters of the targets, by module, as PEFT begins them: A uniform within 1 / sqrt(K), B zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HOST).manual_seed(seed)
     shapes, found = projection_shapes(decoder), {}
     for module in config.modules(decoder):
         height, width = shapes[module]
         bound = 1.0 / math.sqrt(width)  # Kaiming-uniform with a = sqrt(5)
-        a = torch.empty(config.rank, width).uniform_(-bound, bound, generator=generator)
-        found[module] = LowRank(a, torch.zeros(height, config.rank))
+        a = torch.empty(config.rank, width, device=HOST).uniform_(-bound, bound, generator=generator)
+        found[module] = LowRank(a.to(decoder.device), torch.zeros(height, config.rank, device=decoder.device))
     return found
 
 

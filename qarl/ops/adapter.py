@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl.ops.device import HOST
 from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 
@@ -65,7 +66,7 @@ def adapter_of(parts: Sequence[LowRank | None], heights: Sequence[int], scale: f
         (column, height) for part, column, height in zip(parts, columns, heights, strict=False) if part is not None
     ]
     rank = len(present[0].a)
-    table = torch.tensor([(column, height, index * rank) for index, (column, height) in enumerate(siblings)])
+    table = torch.tensor([(column, height, i * rank) for i, (column, height) in enumerate(siblings)], device=HOST)
     a = kernels().pack(torch.cat([part.a for part in present]))
     b = torch.cat([kernels().pack(part.b * scale) for part in present])
     return Adapter(a, b, table, scale)

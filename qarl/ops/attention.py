@@ -86,7 +86,7 @@ class _SplitRotate(torch.autograd.Function):
         values = torch.empty_like(keys)
         gains = (q_gain, k_gain) if q_gain is not None and k_gain is not None else None
         tables = (rotation.cosines, rotation.sines)
-        slots = torch.arange(len(qkv))
+        slots = torch.arange(len(qkv), device=qkv.device)
         q = kernels().split_rotate(qkv, positions, slots, *tables, gains, rotation.eps, rotation.heads, keys, values)
         if rotation.rounds_kv:
             keys, values = rounded(keys), rounded(values)

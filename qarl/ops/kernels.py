@@ -1,8 +1,9 @@
-"""Which implementation of the operations this process uses, and whether the integer GEMM is exact here."""
+"""Which implementation of the operations this process uses and where, and whether the integer GEMM is exact there."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,17 +13,34 @@ import torch
 from qarl.errors import RunError
 from qarl.ops import library
 from qarl.ops.cpu import CpuKernels
+from qarl.ops.device import HOST
 from qarl.ops.reference import ReferenceKernels
 from qarl.quant.formats import INT4, INT8, INT12, IntegerFormat
 
 logger = logging.getLogger(__name__)
 
 _chosen: list[ReferenceKernels] = []
+_device = [HOST]
 
 
 def kernels() -> ReferenceKernels:
-    """The C kernels where they build, else the torch reference (said once). Chosen at the first call."""
-    return _chosen[-1] if _chosen else _default()
+    """On the CPU the C kernels where they build, else the torch reference (said once); on a GPU those in Triton."""
+    return _chosen[-1] if _chosen else _default(_device[-1])
+
+
+def compute_on(device: torch.device) -> None:
+    """From now on this process computes there; it is the CPU before. What is `using` others goes on with them.
+
+    On a GPU torch's own sums (gradients of embeddings, backward GEMMs) get one order too: the same seed is to give the
+    same weights.
+    """
+    _device[-1] = device
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(is_gpu, warn_only=True)
+    # Every kernel writes all of its result.
+    torch.utils.deterministic.fill_uninitialized_memory = not is_gpu  # type: ignore[attr-defined]
 
 
 def require_exact_integers() -> None:
@@ -45,7 +63,11 @@ def using(chosen: ReferenceKernels) -> Iterator[None]:
 
 
 @cache
-def _default() -> ReferenceKernels:
+def _default(device: torch.device) -> ReferenceKernels:
+    if device.type == "cuda":
+        from qarl.ops.triton.kernels import TritonKernels  # which only some have installed
+
+        return TritonKernels(device)
     loaded = library.load()
     if loaded is None:
         logger.warning("CPU kernels absent, using slow torch operations: %s", library.built().reason)
@@ -68,10 +90,14 @@ def _worst_case_is_exact(
     chosen: ReferenceKernels, rows: int, k: int, activation: IntegerFormat, weight: IntegerFormat
 ) -> bool:
     largest, heaviest = int(activation.largest), int(weight.largest)
-    codes = torch.full((rows, k), largest, dtype=activation.code_dtype)
-    weights = torch.full((32, k), heaviest, dtype=weight.code_dtype)
+    device = chosen.device
+    codes = torch.full((rows, k), largest, dtype=activation.code_dtype, device=device)
+    weights = torch.full((32, k), heaviest, dtype=weight.code_dtype, device=device)
     weights[1::2] = -heaviest
     packed = chosen.pack_codes(weights, weight)
-    product = chosen.integer_matmul(codes, torch.ones(rows), packed, torch.ones(32), None, None)
-    expected = torch.tensor([largest * heaviest * k, -largest * heaviest * k]).float().repeat(16)
+    product = chosen.integer_matmul(
+        codes, torch.ones(rows, device=device), packed, torch.ones(32, device=device), None, None
+    )
+    exact = [largest * heaviest * k, -largest * heaviest * k]
+    expected = torch.tensor(exact, device=device).float().repeat(16)
     return torch.equal(product, expected.expand(rows, 32))

@@ -22,7 +22,7 @@ from qarl.quant.qtensor import (
     quantize,
     quantize_activations,
 )
-from qarl.quant.scales import PerGroup, PerRow
+from qarl.quant.scales import PerBlock, PerGroup, PerRow
 from qarl.quant.scheme import Quantizer, Scheme
 
 Rows = tuple[Tensor, Tensor | None]
@@ -236,7 +236,68 @@ class FloatOperand:
         add_float_grad_weight(self, grad_TN, rows, weights)
 
 
-Operand = IntegerOperand | Int4Operand | FloatOperand
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Operand:
+    """E4M3 codes on both sides, multiplied as they are; `weight` [N, K] with scales [N, G] for G groups along K."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    activation: Quantizer
+
+    quantizes_rows = False
+    is_kernels_alone = False
+    rows_grid = None
+
+    def product(self, rows: Rows, residual_TN: Tensor | None) -> Tensor:
+        codes_TK, scales_TG = quantize_activations(rows[0], self.activation)
+        return kernels().fp8_matmul(codes_TK, scales_TG, self.weight, self.scales, self.bias, residual_TN)
+
+    @property
+    def height(self) -> int:
+        """N"""
+        return len(self.weight)
+
+    def outputs(self, some: range) -> Fp8Operand:
+        """The operand of these columns of the product alone, without a copy; `some` starts at a multiple of COLUMNS."""
+        at = slice(some.start, some.stop)
+        return Fp8Operand(self.weight[at], self.scales[at], part_of(self.bias, at), self.activation)
+
+    def codes(self, some: range | None = None) -> Tensor:
+        """[N, K], or some of its rows."""
+        return self.weight if some is None else self.weight[some.start : some.stop]
+
+    @property
+    def num_codes(self) -> int:
+        return self.weight.numel()
+
+    def codes_changed(self, before: Operand) -> int:
+        """How many codes differ from those of the version before."""
+        assert isinstance(before, Fp8Operand)
+        return int(torch.count_nonzero(self.weight.view(torch.uint8) != before.weight.view(torch.uint8)))
+
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight that the codes stand for, fp32 [N, K]; `master` is not it."""
+        groups_NGE = self.weight.float().unflatten(1, (self.scales.shape[1], -1))
+        dense: Tensor = (groups_NGE * self.scales[..., None]).flatten(1)
+        return dense
+
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        """The activations that the GEMM really multiplied, fp32 [T, K]."""
+        return dequantize_activations(*quantize_activations(rows[0], self.activation), self.activation)
+
+    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
+        """Straight-through gradient of rows [T, K], in fp32 always."""
+        return grad_TN @ self.dense()
+
+    def add_grad_weight(
+        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
+    ) -> None:
+        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
+        add_float_grad_weight(self, grad_TN, rows, weights)
+
+
+Operand = IntegerOperand | Int4Operand | FloatOperand | Fp8Operand
 
 
 def add_float_grad_weight(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> None:
@@ -284,9 +345,20 @@ def operand_of(parts: Sequence[QTensor | Tensor], biases: Sequence[Tensor | None
     if is_weight_only_int4(first.scheme):
         codes, scales = stack([p.codes for p in quantized]), stack([p.scale for p in quantized])
         return Int4Operand(kernels().pack_int4(codes, scales), bias)
-    weight, codes = stack([dequantize(p) for p in quantized]), stack([p.codes for p in quantized])
+    codes, activation = stack([p.codes for p in quantized]), first.scheme.activation
+    if kernels().multiplies_fp8 and activation is not None and codes.dtype == torch.float8_e4m3fn:
+        return Fp8Operand(codes, stack([row_scales(p) for p in quantized]), bias, activation)
+    weight = stack([dequantize(p) for p in quantized])
     shape = (len(weight), weight.shape[1])
-    return FloatOperand(kernels().pack(weight), shape, bias, codes, first.scheme.activation)
+    return FloatOperand(kernels().pack(weight), shape, bias, codes, activation)
+
+
+def row_scales(quantized: QTensor) -> Tensor:
+    """The scales [N, G] of every row's groups along K, of a scheme with one scale a row or a block."""
+    assert quantized.scheme.weight is not None
+    granularity = quantized.scheme.weight.granularity
+    height = granularity.rows if isinstance(granularity, PerBlock) else 1
+    return quantized.scale.repeat_interleave(height, 0)[: len(quantized.codes)]
 
 
 def is_integer(scheme: Scheme) -> bool:
@@ -337,6 +409,8 @@ def stack(parts: Sequence[Tensor]) -> Tensor:
 
 def stack_biases(heights: Sequence[int], biases: Sequence[Tensor | None]) -> Tensor | None:
     """Biases of siblings as one vector; a sibling without one contributes zeros."""
-    if all(bias is None for bias in biases):
+    given = [bias for bias in biases if bias is not None]
+    if not given:
         return None
-    return torch.cat([torch.zeros(n) if b is None else b.detach() for n, b in zip(heights, biases, strict=True)])
+    parts = [given[0].new_zeros(n) if b is None else b.detach() for n, b in zip(heights, biases, strict=True)]
+    return torch.cat(parts)

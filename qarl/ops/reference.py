@@ -122,11 +122,15 @@ def shape_of(store: KVStore) -> tuple[int, int, int]:
 class ReferenceKernels:
     """Every operation as plain torch. Floating-point GEMMs here may depend on the batch; see `exact_matmul`.
 
+    `multiplies_fp8`: whether `fp8_matmul` is faster than a product of what the codes stand for.
+    `device` is where tensors that are made for an operation must be; those given say where it computes.
     `panel`: output columns that a packed fp32 or 4-bit weight holds together; `block`: those of packed integer codes.
     """
 
     name = "reference"
+    device = torch.device("cpu")
     exact_matmul = False
+    multiplies_fp8 = False
     panel = 1
     block = 1
 
@@ -282,6 +286,21 @@ class ReferenceKernels:
         """x @ (code * scale)^T in fp32, plus bias, plus residual: `matmul` of the expanded weight."""
         return self.matmul(x_TK, self.dense_int4(weight), weight.shape[0], bias_N, residual_TN)
 
+    def fp8_matmul(
+        self,
+        codes_TK: Tensor,
+        row_scales_TG: Tensor,
+        weight_NK: Tensor,
+        column_scales_NG: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+    ) -> Tensor:
+        """codes @ weight^T of E4M3 codes times both scales, group by group along K, plus bias, plus residual."""
+        groups = row_scales_TG.shape[1]
+        x_TGE, weight_NGE = (codes.float().unflatten(1, (groups, -1)) for codes in (codes_TK, weight_NK))
+        x_TK, dense_NK = (x_TGE * row_scales_TG[..., None]).flatten(1), (weight_NGE * column_scales_NG[..., None])
+        return self.matmul(x_TK, self.pack(dense_NK.flatten(1)), len(weight_NK), bias_N, residual_TN)
+
     def split_rotate(
         self,
         qkv_TN: Tensor,
@@ -418,7 +437,7 @@ class ReferenceKernels:
 
         int64 in and out, [2, C].
         """
-        sums = torch.empty(2, len(words_CW), dtype=torch.int64)
+        sums = words_CW.new_empty(2, len(words_CW))
         for chunk, words in enumerate(words_CW):  # one by one: the products take as much memory as their words
             sums[0, chunk] = (words * multipliers_W).sum()
             sums[1, chunk] = ((words >> 32 & 0xFFFFFFFF) * multipliers_W).sum()
@@ -441,7 +460,7 @@ def visible_rows(spans: Spans, t: int) -> Tensor:
     """Store rows that query t sees, in position order."""
     s = int(spans.sequences[t])
     runs = [
-        torch.arange(int(spans.starts[i]), int(spans.starts[i] + spans.lengths[i]))
+        torch.arange(int(spans.starts[i]), int(spans.starts[i] + spans.lengths[i]), device=spans.starts.device)
         for i in range(int(spans.pointers[s]), int(spans.pointers[s + 1]))
     ]
     return torch.cat(runs)[: int(spans.visible[t])]

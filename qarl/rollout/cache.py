@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from qarl.models.config import ModelConfig
+from qarl.ops.device import HOST
 from qarl.ops.reference import KVCodes, KVStore
 
 PAGE = 32
@@ -31,12 +32,13 @@ def bytes_per_token(config: ModelConfig, kv: KVFormat = "fp32") -> int:
     return 2 * config.num_layers * config.num_kv_heads * head_bytes
 
 
-def empty_store(shape: tuple[int, int, int], kv: KVFormat) -> KVStore:
+def empty_store(shape: tuple[int, int, int], kv: KVFormat, device: torch.device) -> KVStore:
     """Room for keys or values [rows, heads, dim] of one layer; the rows of one head are neighbours in memory."""
     rows, heads, dim = shape
     if kv == "fp32":
-        return torch.zeros(heads, rows, dim).transpose(0, 1)
-    codes, scales = torch.zeros(heads, rows, dim, dtype=torch.int8), torch.ones(heads, rows)
+        return torch.zeros(heads, rows, dim, device=device).transpose(0, 1)
+    codes = torch.zeros(heads, rows, dim, dtype=torch.int8, device=device)
+    scales = torch.ones(heads, rows, device=device)
     return KVCodes(codes.transpose(0, 1), scales.transpose(0, 1))
 
 
@@ -75,11 +77,11 @@ class KVCache:
     A request reserves all the pages it can come to need before it starts, so nothing is ever evicted.
     """
 
-    def __init__(self, config: ModelConfig, num_pages: int, kv: KVFormat = "fp32") -> None:
+    def __init__(self, config: ModelConfig, num_pages: int, kv: KVFormat = "fp32", device: torch.device = HOST) -> None:
         self.num_pages = num_pages
         shape = (self.num_pages * PAGE, config.num_kv_heads, config.head_dim)
-        self.keys = tuple(empty_store(shape, kv) for _ in range(config.num_layers))
-        self.values = tuple(empty_store(shape, kv) for _ in range(config.num_layers))
+        self.keys = tuple(empty_store(shape, kv, device) for _ in range(config.num_layers))
+        self.values = tuple(empty_store(shape, kv, device) for _ in range(config.num_layers))
         self._free: list[int] = []
         self.release_all()
 

@@ -32,7 +32,7 @@ class SamplingConfig(Config):
 
 
 class NativeEngineConfig(Config):
-    """Our own engine: continuous batching on the CPU, same operations as the learner."""
+    """Our own engine: continuous batching, same operations as the learner."""
 
     type: Literal["native"] = "native"
     kv_cache: Literal["fp32", "int8"] = Field(

@@ -21,6 +21,7 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Mean, Metrics
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
+from qarl.ops.device import HOST, moved
 from qarl.ops.graph import Memory
 from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
@@ -51,7 +52,7 @@ class _Occupancy:
 
 
 class NativeEngine:
-    """Serves snapshots of one decoder on the CPU. `version` is -1 until the first `load`.
+    """Serves snapshots of one decoder, where their tensors are. `version` is -1 until the first `load`.
 
     Keys and values live as long as a rollout: between two of them the learner needs the memory.
     """
@@ -162,9 +163,9 @@ class NativeEngine:
         assert request.finish_reason is not None
         new = len(request.token_ids) - len(request.versions)
         return Completion(
-            token_ids=torch.tensor(request.token_ids, dtype=torch.int64),
-            engine_logprobs=torch.tensor(request.logprobs, dtype=torch.float32),
-            versions=torch.tensor(request.versions + [self.version] * new, dtype=torch.int64),
+            token_ids=torch.tensor(request.token_ids, dtype=torch.int64, device=HOST),
+            engine_logprobs=torch.tensor(request.logprobs, dtype=torch.float32, device=HOST),
+            versions=torch.tensor(request.versions + [self.version] * new, dtype=torch.int64, device=HOST),
             finish_reason=request.finish_reason,
             text=self.decode(request.token_ids),
         )
@@ -199,7 +200,7 @@ class NativeEngine:
         longest = max(pages_for(len(prompt.token_ids)) for prompt in prompts)
         pages = groups * longest + running * pages_for(sampling.max_new_tokens)
         pages = min(pages, self.config.kv_bytes // (PAGE * bytes_per_token(self.decoder.config, self.config.kv_cache)))
-        return KVCache(self.decoder.config, pages, self.config.kv_cache)
+        return KVCache(self.decoder.config, pages, self.config.kv_cache, self.decoder.device)
 
 
 class Rollout:
@@ -291,18 +292,20 @@ class Rollout:
         """What a forward over these tokens is told; a prompt precedes its requests."""
         visible = [range(owner.next_position + 1, owner.next_position + len(new) + 1) for owner, new in runs]
         slots = [row for owner, new in runs for row in owner.region.next_rows(len(new))]
-        # Only now: a request sees all of its prompt, also what this very forward stores of it.
-        spans = spans_of([owner.spans() for owner, _ in runs], visible)
-        tokens = torch.tensor([token for _, new in runs for token in new])
-        positions = torch.tensor([count - 1 for counts in visible for count in counts])
-        return Inputs(tokens, positions, torch.tensor(slots), spans)
+        with HOST:
+            # Only now: a request sees all of its prompt, also what this very forward stores of it.
+            spans = spans_of([owner.spans() for owner, _ in runs], visible)
+            tokens = torch.tensor([token for _, new in runs for token in new])
+            positions = torch.tensor([count - 1 for counts in visible for count in counts])
+            inputs = Inputs(tokens, positions, torch.tensor(slots), spans)
+        return moved(inputs, self.decoder.device)
 
     def _sample(self, requests: Sequence[Request], logits_BV: Tensor) -> None:
         if self.sampling.temperature == 0:
             tokens = logits_BV.argmax(-1)
             logprobs = kernels().token_logprobs(logits_BV, tokens, 1.0).logprobs
         else:
-            draws = uniforms([r.stream for r in requests], [len(r.token_ids) for r in requests])
+            draws = uniforms([r.stream for r in requests], [len(r.token_ids) for r in requests]).to(logits_BV.device)
             tokens, logprobs = kernels().sample(logits_BV, draws, 1.0 / self.sampling.temperature)
         for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qarl.errors import ConfigurationError
+from qarl.ops.device import HOST
 from qarl.ops.reference import Spans
 from qarl.records import Completion, FinishReason, Group, Prompt, Sampling
 from qarl.rollout.cache import Region
@@ -87,8 +88,8 @@ class Request:
 
 def unstarted(prompts: Sequence[Prompt], group_size: int) -> list[Group]:
     """Groups as `generate` would return them if it were stopped before its first step."""
-    nothing = torch.tensor([], dtype=torch.int64)
-    completion = Completion(nothing, torch.tensor([], dtype=torch.float32), nothing, "aborted", "")
+    nothing = torch.tensor([], dtype=torch.int64, device=HOST)
+    completion = Completion(nothing, nothing.float(), nothing, "aborted", "")
     return [Group(prompt, (completion,) * group_size) for prompt in prompts]
 
 

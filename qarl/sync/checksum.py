@@ -31,7 +31,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """One digest a tensor, over its name, dtype, shape and bytes (copied to the CPU if they are elsewhere)."""
+    """One digest a tensor, over its name, dtype, shape and bytes, summed where they are."""
     return {name: _digest(name, tensor) for name, tensor in tensors.items()}
 
 
@@ -46,13 +46,14 @@ def combine(tensor_digests: Mapping[str, str]) -> str:
 def _digest(name: str, tensor: Tensor) -> str:
     total = hashlib.sha256(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
     for words in _chunks(_bytes(tensor)):
-        for sums in kernels().chunk_sums(words, _multipliers()[: words.shape[1]]).split(BLOCK_CHUNKS, 1):
+        multipliers = _multipliers(words.device)[: words.shape[1]]
+        for sums in kernels().chunk_sums(words, multipliers).cpu().split(BLOCK_CHUNKS, 1):
             total.update(sums.contiguous().numpy().tobytes())
     return total.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _chunks(octets: Tensor) -> Iterator[Tensor]:
@@ -64,15 +65,15 @@ def _chunks(octets: Tensor) -> Iterator[Tensor]:
         aligned = whole if is_aligned else whole.clone()
         yield aligned.view(torch.int64).view(-1, CHUNK_WORDS)
     if len(rest):
-        padded = torch.zeros(-(-len(rest) // WORD_BYTES) * WORD_BYTES, dtype=torch.uint8)
+        padded = rest.new_zeros(-(-len(rest) // WORD_BYTES) * WORD_BYTES)
         padded[: len(rest)] = rest
         yield padded.view(torch.int64)[None]
 
 
 @cache
-def _multipliers() -> Tensor:
+def _multipliers(device: torch.device) -> Tensor:
     """Odd 64-bit numbers [CHUNK_WORDS] from SplitMix64 (Steele, Lea, Flood 2014), the same everywhere."""
-    z = torch.arange(1, CHUNK_WORDS + 1) * _signed(0x9E3779B97F4A7C15)
+    z = torch.arange(1, CHUNK_WORDS + 1, device=device) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
     return (z ^ _shifted(z, 31)) | 1

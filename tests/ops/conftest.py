@@ -20,10 +20,14 @@ def cpu(request: pytest.FixtureRequest) -> CpuKernels:
     return compiled(request.param)
 
 
-@pytest.fixture(params=["native", "baseline", "reference"])
+@pytest.fixture(params=["native", "baseline", "reference", pytest.param("triton", marks=pytest.mark.triton)])
 def each_kernels(request: pytest.FixtureRequest) -> Iterator[ReferenceKernels]:
     """For operations that must hold with every implementation."""
-    chosen = ReferenceKernels() if request.param == "reference" else compiled(request.param)
+    chosen: ReferenceKernels
+    if request.param == "triton":
+        chosen = request.getfixturevalue("triton_kernels")
+    else:
+        chosen = ReferenceKernels() if request.param == "reference" else compiled(request.param)
     with using(chosen):
         yield chosen
 

@@ -11,6 +11,7 @@ from qarl.errors import RunError
 from qarl.ops.kernels import kernels
 from qarl.ops.operand import (
     FloatOperand,
+    Fp8Operand,
     Int4Operand,
     IntegerOperand,
     Rows,
@@ -65,7 +66,8 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
     parts = [quantize(weight, scheme, "w") if scheme.quantized else weight for weight in weights]
     bias = torch.randn(40)
     operand = operand_of(parts, [None, bias])
-    kind = IntegerOperand if is_integer(scheme) else Int4Operand if is_weight_only_int4(scheme) else FloatOperand
+    of_floats = Fp8Operand if name in ("fp8", "fp8-block") and kernels().multiplies_fp8 else FloatOperand
+    kind = IntegerOperand if is_integer(scheme) else Int4Operand if is_weight_only_int4(scheme) else of_floats
     assert isinstance(operand, kind)
 
     dense = torch.cat([dequantize(part) if scheme.quantized else part for part in parts])
@@ -88,7 +90,9 @@ def test_siblings_become_one_operand_that_multiplies_what_their_codes_stand_for(
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_run_of_output_columns_is_multiplied_as_in_the_whole(name):
     scheme, weight, bias, x = scheme_named(name), torch.randn(200, K), torch.randn(200), torch.randn(6, K)
-    operand = operand_of([quantize(weight, scheme, "w") if scheme.quantized else weight], [bias])
+    quantized = quantize(weight, scheme, "w") if scheme.quantized else None
+    operand = operand_of([weight if quantized is None else quantized], [bias])
+    assert quantized is None or torch.equal(operand.dense(), dequantize(quantized))
     rows: Rows = (x, None)
     if operand.quantizes_rows:
         codes, scales = quantize_activations(x, scheme.activation)

@@ -1,0 +1,1 @@
+"""The operations as Triton kernels for GPUs: imported only where Triton is installed, and only `kernels.py`."""
