@@ -206,6 +206,7 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
             f"alignment {recipe.alignment}: {_alignment_level(recipe)}",
+            *_engines_elsewhere(recipe),
             _describe_training(recipe, learner),
             f"optimizer {recipe.learner.optimizer.type}:",
             *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
@@ -249,6 +250,18 @@ def _alignment_level(recipe: Recipe) -> str:
     if not kernels().exact_matmul:
         return "codes, not exact: without the C kernels floating-point sums may depend on the batch, see `qarl doctor`"
     return "exact, engine and learner share every operation"
+
+
+def _engines_elsewhere(recipe: Recipe) -> list[str]:
+    cluster = recipe.cluster
+    if cluster.engines == 0:
+        return []
+    where = f"the Ray cluster {cluster.ray_address}" if cluster.ray_address else "this machine"
+    checked = "; their kernels, instructions and a probe of log-probabilities equal the learner's"
+    return [
+        f"engines: {cluster.engines} processes on {where}, threads each {cluster.engine_cpus}"
+        f"{checked if recipe.alignment == 'auto' else ''}"
+    ]
 
 
 def _held_out(recipe: Recipe, source: SplitSource, sampling: Sampling) -> EvalSet | None:

@@ -120,6 +120,7 @@ def test_actors_complete_as_an_engine_of_this_process_does(engines: int, scheme:
     assert_same(rollout(system), rollout(alone))
     processes = {process_of(system.cast.engine, index) for index in range(engines)}
     assert len(processes) == engines and os.getpid() not in processes
+    assert f"engines: {engines} processes on this machine, threads each 1; their kernels" in system.account
     readings = {name: metric.value() for name, metric in system.cast.engine.metrics().items()}
     assert readings["publish/bytes"] == pack(system.cast.learner.publish()).num_bytes
     assert 0 <= readings["perf/bubble"] < 1 and 0 <= readings["engine/idle"] < 1
