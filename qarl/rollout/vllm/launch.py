@@ -83,6 +83,9 @@ def arguments(config: VllmEngineConfig, max_model_len: int) -> dict[str, Any]:
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
     }
+    if not torch.cuda.is_available():
+        # vLLM 0.32 dies on a CPU where a prompt with a seed is computed in pieces: it cannot take back the draws between.
+        ours["enable_chunked_prefill"] = False
     _check_options(config, ours)
     return ours | dict(config.options)
 
