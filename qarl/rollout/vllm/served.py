@@ -2,13 +2,13 @@
 
 Kernels keep weights in layouts of their own (Marlin, cutlass, oneDNN), some behind a handle. So a layer is asked what
 it multiplies with: its product with the identity is its weight, codes times scales, whatever the layout. From that the
-codes are exact: an output of bfloat16 is off by less than 2^-8, and of the largest codes 127 that is less than a half.
+codes are exact: an output of bfloat16 is off by 2^-8 at most, and of the largest code 127 that is less than a half.
 Scales are compared within the outputs' precision. Shape letters: N output channels, K input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,17 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 
 from qarl.quant import Scheme, scheme_named
+from qarl.quant.formats import IntegerFormat
+from qarl.quant.scales import PerRow
+from qarl.records import Snapshot
 
 ROWS_AT_A_TIME = 512
 """Of the identity: bounds the memory of a reading."""
+
+COLUMNS_OF_HEAD = 64
+
+Products = Sequence[tuple[int, Tensor]]
+"""Rows of K that a layer was asked for at a time: the first one's number, and their products [rows, N]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,70 +41,117 @@ class Part:
 
 
 @torch.no_grad()
-def served(model: Any, received: Mapping[str, Tensor], schemes: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of `received` as this worker has them; what other workers hold is left as it was received.
+def served(model: Any, received: Snapshot) -> dict[str, Tensor]:
+    """The tensors of this version as the worker has them; what other workers hold is left as it was received.
 
     `received` holds codes as `<module>.weight`, scales, and floats in the type they are served in. A scale that the
     products do not agree with is NaN. KeyError for a tensor that the model has no place for.
     """
-    found = {name: tensor.clone() for name, tensor in received.items()}
-    seen = set()
+    found, seen = dict(received.tensors), set()
     for layer, parts in _layers(model):
-        dense = _dense(layer).cpu()
+        products = _products(layer)
         for part in parts:
             name = f"{part.module}.weight"
-            if part.module in schemes:
-                _take_codes(found, part, dense[part.of_layer], scheme_named(schemes[part.module]))
-            else:
-                found[name][part.rows, part.columns] = dense[part.of_layer]
-            if (bias := f"{part.module}.bias") in received:
+            scheme = received.schemes.get(part.module)
+            if scheme is None:
+                found[name] = _replaced(found[name], part, _dense(products)[part.of_layer])
+            elif not _multiplies(products, part, received, scheme_named(scheme)):
+                found |= _served_codes(products, part, received, scheme_named(scheme))
+            if (bias := f"{part.module}.bias") in found:
+                found[bias] = found[bias].clone()
                 found[bias][part.rows] = layer.bias[part.of_layer].cpu()
             seen |= {name, f"{name}_scale", bias}
     parameters = dict(model.named_parameters())
-    for name in received.keys() - seen:
+    for name in received.tensors.keys() - seen:
+        found[name] = found[name].clone()
         rows = found[name][_vocabulary_rows(model, name)]
         rows.copy_(parameters[name][: len(rows)])
-    _check_head(model, found, received)
-    return found
+    return found | _served_head(model, received)
 
 
-def _check_head(model: Any, found: dict[str, Tensor], received: Mapping[str, Tensor]) -> None:
-    """What logits are made with, where that is not what was sent: it may be a copy of the embeddings."""
-    name = "lm_head.weight" if "lm_head.weight" in received else "model.embed_tokens.weight"
-    sent = received[name]
-    device = _device(model)
-    pieces = [model.compute_logits(rows) for rows in _identity(sent.shape[1], sent.dtype, device)]
-    product = torch.cat(pieces).t().to(sent.dtype).cpu()
-    if not torch.equal(product, sent):
-        found[name].copy_(product)
+def _served_head(model: Any, received: Snapshot) -> dict[str, Tensor]:
+    """The weight that logits are made with, where that is not what was received: it may be a copy of the embeddings.
+
+    Looked at in COLUMNS_OF_HEAD of its columns, others at every version: a copy that was left behind differs in most.
+    """
+    name = "lm_head.weight" if "lm_head.weight" in received.tensors else "model.embed_tokens.weight"
+    sent = received.tensors[name]
+    chosen = torch.randperm(sent.shape[1], generator=torch.Generator().manual_seed(received.version))[:COLUMNS_OF_HEAD]
+    rows = torch.zeros(len(chosen), sent.shape[1], dtype=sent.dtype)
+    rows[torch.arange(len(chosen)), chosen] = 1
+    product = model.compute_logits(rows.to(_device(model))).t().to(sent.dtype).cpu()
+    if torch.equal(product, sent[:, chosen]):
+        return {}
+    other = sent.clone()
+    other[:, chosen] = product
+    return {name: other}
 
 
-def _take_codes(found: dict[str, Tensor], part: Part, dense_NK: Tensor, scheme: Scheme) -> None:
-    """The codes that the weight stands for, given its scales; and whether it agrees with the scales."""
+def _multiplies(products: Products, part: Part, received: Snapshot, scheme: Scheme) -> bool:
+    """Whether these are products of integer codes and scales as received; of other formats this is not known."""
     assert scheme.weight is not None
-    name, granularity = f"{part.module}.weight", scheme.weight.granularity
-    whole, scale = found[name], found[f"{part.module}.weight_scale"]
-    scales = granularity.join(scale.unsqueeze(-1).expand_as(granularity.split(whole)), len(whole))
-    scales_NK = scales[part.rows, part.columns]
+    grid = scheme.weight.format
+    if not isinstance(grid, IntegerFormat):
+        return False
+    codes_NK = received.tensors[f"{part.module}.weight"][part.rows, part.columns]
+    scales_NK = _scales(received, part, scheme)
+    bound = min(0.5, grid.largest * torch.finfo(products[0][1].dtype).eps)
+    for first, product_RN in products:
+        some = slice(first, first + len(product_RN))
+        apart = product_RN[:, part.of_layer].float().cpu()
+        apart.div_(scales_NK[:, some].t()).sub_(codes_NK[:, some].t())
+        low, high = torch.aminmax(apart)
+        if not max(-float(low), float(high)) < bound:
+            return False
+    return True
+
+
+def _served_codes(products: Products, part: Part, received: Snapshot, scheme: Scheme) -> dict[str, Tensor]:
+    """The codes that the products stand for, given the scales; and NaN for scales that they do not agree with."""
+    assert scheme.weight is not None
+    name = f"{part.module}.weight"
+    dense_NK, scales_NK = _dense(products)[part.of_layer], _scales(received, part, scheme)
     codes = scheme.weight.format.round_to_grid(dense_NK.float() / scales_NK)
-    whole[part.rows, part.columns] = codes
     exact, tolerance = codes.float() * scales_NK, torch.finfo(dense_NK.dtype).eps
-    if not bool(((dense_NK.float() - exact).abs() <= tolerance * exact.abs()).all()):
-        scale.fill_(float("nan"))
+    agrees = bool(((dense_NK.float() - exact).abs() <= tolerance * exact.abs()).all())
+    scale = received.tensors[f"{name}_scale"]
+    return {
+        name: _replaced(received.tensors[name], part, codes),
+        f"{name}_scale": scale if agrees else torch.full_like(scale, float("nan")),
+    }
 
 
-def _dense(layer: LinearBase) -> Tensor:
-    """The weight that this layer multiplies with [N, K], without bias, in the type of its outputs."""
-    rows = _identity(layer.input_size_per_partition, layer.params_dtype, _device(layer))
-    return torch.cat([layer.quant_method.apply(layer, some, None) for some in rows]).t()
+def _scales(received: Snapshot, part: Part, scheme: Scheme) -> Tensor:
+    """The scale of every element [N, K] of a part, without memory for each where a row has one."""
+    assert scheme.weight is not None
+    granularity, scale = scheme.weight.granularity, received.tensors[f"{part.module}.weight_scale"]
+    whole = received.tensors[f"{part.module}.weight"]
+    if isinstance(granularity, PerRow):
+        return scale.expand(whole.shape)[part.rows, part.columns]
+    shared = scale.unsqueeze(-1).expand_as(granularity.split(whole))
+    return granularity.join(shared, len(whole))[part.rows, part.columns]
 
 
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """The rows of the identity matrix, some at a time."""
-    for first in range(0, size, ROWS_AT_A_TIME):
-        rows = torch.zeros(min(ROWS_AT_A_TIME, size - first), size, dtype=dtype, device=device)
+def _replaced(whole: Tensor, part: Part, of_worker: Tensor) -> Tensor:
+    other = whole.clone()
+    other[part.rows, part.columns] = of_worker.to(whole.dtype)
+    return other
+
+
+def _dense(products: Products) -> Tensor:
+    """The weight that is multiplied with [N, K], in the type of the products."""
+    return torch.cat([product for _, product in products]).t().cpu()
+
+
+def _products(layer: LinearBase) -> Products:
+    """The layer's products, without bias, with the rows of the identity matrix, some rows at a time."""
+    width, dtype, device = layer.input_size_per_partition, layer.params_dtype, _device(layer)
+    found = []
+    for first in range(0, width, ROWS_AT_A_TIME):
+        rows = torch.zeros(min(ROWS_AT_A_TIME, width - first), width, dtype=dtype, device=device)
         rows.diagonal(first).fill_(1)
-        yield rows
+        found.append((first, layer.quant_method.apply(layer, rows, None)))
+    return found
 
 
 def _device(layer: nn.Module) -> torch.device:

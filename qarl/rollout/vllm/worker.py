@@ -73,7 +73,7 @@ class Worker:
             self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
             repairs.after_reload(self.model_runner.get_model())
         loaded = time.perf_counter()
-        found = digests(served(self.model_runner.get_model(), snapshot.tensors, snapshot.schemes))
+        found = digests(served(self.model_runner.get_model(), snapshot))
         return {
             "rank": self.rank,
             "digests": found,
