@@ -102,6 +102,12 @@ class Recipe(Config):
         scheme_named(scheme)
         return scheme
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _native_unless_said(cls, engine: Any) -> Any:
+        """Its table needs no `type`: recipes were written when there was one engine."""
+        return {"type": "native", **engine} if isinstance(engine, dict) else engine
+
     @model_validator(mode="after")
     def _choices_fit_together(self) -> Self:
         complaints = [

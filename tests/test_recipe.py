@@ -8,7 +8,7 @@ import pytest
 from qarl.errors import ConfigurationError
 from qarl.objectives import Grpo, Tbpo
 from qarl.recipe import Override, Recipe, changed_keys, load_recipe, parse_overrides, parse_recipe, to_toml
-from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.config import NativeEngineConfig, VllmEngineConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
@@ -224,3 +224,13 @@ def test_another_engine_starts_its_table_afresh_and_has_its_own_keys(small: Path
     recipe = load_recipe(small, ["--engine.type=vllm", "--engine.urls=['http://a:1', 'http://b:1']"])
     assert recipe.engine == VllmEngineConfig(urls=("http://a:1", "http://b:1"))
     assert parse_recipe(tomllib.loads(to_toml(recipe)), "resolved") == recipe
+
+
+def test_an_engines_table_without_a_type_is_the_native_ones(small: Path) -> None:
+    small.write_text(SMALL + '[engine]\nkv_cache = "int8"\n')
+    assert load_recipe(small).engine == NativeEngineConfig(kv_cache="int8")
+    assert load_recipe(small, ["--engine.type=native", "--engine.max_concurrency=3"]).engine == NativeEngineConfig(
+        kv_cache="int8", max_concurrency=3
+    )
+    small.write_text(SMALL + '[engine]\nurls = ["http://a:1"]\n')
+    assert "engine.urls = ['http://a:1']: unknown key" in refusal(small)

@@ -21,7 +21,7 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.loop import Cast
 from qarl.metrics import Last, Metrics
-from qarl.recipe import Recipe, load_recipe
+from qarl.recipe import Recipe, load_recipe, to_toml
 from qarl.records import Advantages, Group, GroupRewards, RewardError
 from qarl.run import Start, describe, dry_run, measured_alignment, open_run, summarize, train
 from qarl.tracking.console import Console
@@ -249,6 +249,22 @@ def test_what_a_remedy_names_may_be_changed_and_is_told(tmp_path: Path) -> None:
     said = run_in(tmp_path / "run", recipe_of("--steps=2", *changes, "--health.truncated.action=stop"))
     for key in ("prompts.on_long", "max_reward_error_share", "learner.max_skipped_updates", "health.truncated.action"):
         assert key in said.partition("goes on with other values of ")[2].partition("\n")[0]
+
+
+def test_a_run_goes_on_with_other_servers_of_vllm_but_not_with_another_type(tmp_path: Path) -> None:
+    folder, vllm = tmp_path / "run", "--engine.type=vllm"
+    run_in(folder, recipe_of("--steps=1"))
+    (folder / "recipe.toml").write_text(to_toml(recipe_of("--steps=1", vllm, "--engine.urls=['http://a:1']")))
+    elsewhere = (
+        "--engine.urls=['http://b:1']",
+        "--engine.transport=disk",
+        "--engine.folder=x",
+        "--engine.timeout_s=9.0",
+    )
+    start = open_run(recipe_of("--steps=2", vllm, *elsewhere), "test", folder, "auto")
+    assert set(start.changed) == {"steps", *(f"engine.{key}" for key in ("urls", "transport", "folder", "timeout_s"))}
+    with pytest.raises(ConfigurationError, match=r"other values of engine\.dtype;"):
+        open_run(recipe_of("--steps=2", vllm, "--engine.dtype=float16"), "test", folder, "auto")
 
 
 def test_a_sick_run_stops_with_the_reason_and_its_state_saved(tmp_path: Path) -> None:

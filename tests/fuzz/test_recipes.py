@@ -71,7 +71,8 @@ def plain(kind: Any, rules: list[Any]) -> st.SearchStrategy[Any]:
     if kind is bool:
         return st.booleans()
     if kind is int:
-        return st.integers(-9 if least is None else int(least), 10**6 if most is None else int(most))
+        smallest = -9 if least is None else int(least)
+        return st.integers(smallest, max(10**6, 2 * smallest) if most is None else int(most))
     if kind is float:
         low, high = -9.0 if least is None else float(least), 1e9 if most is None else float(most)
         whole: list[float] = [value for value in (0, 1, 2) if low < value < high] or [low + (high - low) / 2]

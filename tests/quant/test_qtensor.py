@@ -106,14 +106,14 @@ W4A16_G32 = SCHEMES["w4a16-g32"]
 
 
 def test_a_group_whose_scale_is_kept_in_bfloat16_worked_by_hand() -> None:
-    # amax 7.05: the scale 7.05 / 7 = 1.00714 is 1 + 1/128 in bfloat16, and 3.52 / that is 3.4927, below the half that
-    # 3.52 / 1.00714 = 3.495 is near too; 0.5037 / that is 0.49980: code 0 where the fp32 scale gives 0.50013, code 1.
+    # amax 7.05: the scale 7.05 / 7 = 1.00714 is 1 + 1/128 in bfloat16. Divided by that, 0.5037 is 0.49980 and has code
+    # 0; by the scale in fp32 it is 0.50013 and has code 1.
     weight = torch.zeros(1, 32)
-    weight[0, :4] = torch.tensor([7.05, -7.05, 3.52, 0.5037])
+    weight[0, :3] = torch.tensor([7.05, -7.05, 0.5037])
     rounded = quantize(weight, W4A16_G32.with_scales_in(torch.bfloat16), "w")
     assert rounded.scale.tolist() == [[1 + 1 / 128]]
-    assert rounded.codes[0, :4].tolist() == [7, -7, 3, 0]
-    assert quantize(weight, W4A16_G32, "w").codes[0, :4].tolist() == [7, -7, 3, 1]
+    assert rounded.codes[0, :3].tolist() == [7, -7, 0]
+    assert quantize(weight, W4A16_G32, "w").codes[0, :3].tolist() == [7, -7, 1]
     assert dequantize(rounded)[0, :2].tolist() == [7 + 7 / 128, -7 - 7 / 128]
 
 
