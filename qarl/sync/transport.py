@@ -8,6 +8,7 @@ what `sync.compressed_tensors.stored` gives: 4-bit codes packed, so that as many
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import socket
 import tempfile
@@ -30,6 +31,9 @@ from qarl.sync.compressed_tensors import from_stored, stored
 from qarl.sync.disk import read_snapshot, write_snapshot
 
 SHARED_MEMORY = Path("/dev/shm")
+
+PREFIX = "qarl-version-"
+"""Of the folders in which versions are offered; then the machine and the process that made it."""
 
 Way = Literal["memory", "disk", "gloo", "nccl"]
 """A recipe's `engine.transport`."""
@@ -72,7 +76,8 @@ class FolderTransport:
 
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
-        self._home = Path(tempfile.mkdtemp(prefix="qarl-", dir=parent))
+        _remove_orphans(parent)
+        self._home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent))
         self._offered: Path | None = None
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
 
@@ -86,6 +91,24 @@ class FolderTransport:
         if self._offered is not None:
             shutil.rmtree(self._offered)
             self._offered = None
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Folders of processes of this machine that were killed before they could remove theirs."""
+    for folder in parent.glob(f"{PREFIX}{socket.gethostname()}-*"):
+        process = folder.name.removeprefix(f"{PREFIX}{socket.gethostname()}-").split("-")[0]
+        if process.isdigit() and not _is_running(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 class BroadcastTransport:

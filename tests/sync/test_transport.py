@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -20,7 +24,7 @@ from qarl.records import Snapshot
 from qarl.sync import transport as module
 from qarl.sync.checksum import checksum
 from qarl.sync.compressed_tensors import stored
-from qarl.sync.transport import BroadcastTransport, FolderTransport, receive, transport
+from qarl.sync.transport import PREFIX, BroadcastTransport, FolderTransport, receive, transport
 
 MODULES = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
 QUANTIZED = sorted(set(SCHEMES) - {"none"})
@@ -173,3 +177,15 @@ def test_nor_does_a_receiver_wait_for_ever_for_another_one() -> None:
     with pytest.raises(RuntimeError):
         receive(message | {"size": 3}, 1)
     assert time.monotonic() - started < 10.0
+
+
+def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    host = f"{PREFIX}{socket.gethostname()}"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"{host}-{gone.pid}-x", f"{host}-{os.getpid()}-x", f"{PREFIX}another-{gone.pid}-x"):
+        (tmp_path / name / "version-3").mkdir(parents=True)
+    FolderTransport(tmp_path)
+    left = {folder.name for folder in tmp_path.iterdir()}
+    assert f"{host}-{gone.pid}-x" not in left
+    assert {f"{host}-{os.getpid()}-x", f"{PREFIX}another-{gone.pid}-x"} <= left

@@ -43,7 +43,7 @@ class Offline:
         engine = self._llm.llm_engine
         self._calls += 1
         answers = {f"{self._calls}/{index}": Answer() for index in range(len(asks))}
-        finished = 0
+        finished, is_stopped = 0, False
 
         with self._watchdog() as heard:
             for name, ask in zip(answers, asks, strict=True):
@@ -55,8 +55,11 @@ class Offline:
                     answers[output.request_id].take(*_delta(output.outputs[0]))
                 done = sum(output.finished for output in outputs)
                 finished += done
-                if watch(finished):
+                if not is_stopped and watch(finished):
+                    is_stopped = True
                     engine.abort_request([name for name, one in answers.items() if one.finish_reason == "aborted"])
+        if not is_stopped and any(answer.finish_reason == "aborted" for answer in answers.values()):
+            raise RunError("vLLM ended a completion before it was finished; what it said is above")
         return list(answers.values())
 
     def call(self, method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
