@@ -160,6 +160,7 @@ def test_the_arguments_are_those_of_the_recipe_and_leave_no_default_to_vllm() ->
         "tensor_parallel_size": 2,
         "enforce_eager": False,
         "enable_prefix_caching": True,
+        "enable_chunked_prefill": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
@@ -237,3 +238,10 @@ def test_the_type_of_logits_is_that_of_the_recipe(small, tmp_path: Path, head_dt
     served = as_served(small.learner().publish(), small.sampleable, torch.bfloat16)
     write_model(tmp_path / "model", small.config, served, head_dtype)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["head_dtype"] == head_dtype
+
+
+def test_prompts_are_computed_in_pieces_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "enable_chunked_prefill" not in arguments(VllmEngineConfig(), 4096)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert arguments(VllmEngineConfig(), 4096)["enable_chunked_prefill"] is False
