@@ -4,7 +4,7 @@ The backward pass is straight-through: rounding counts as identity, so with y = 
 dL/dx = dy @ dequant(w_q) and dL/dw = dy^T @ dequant(x_q) (arXiv 2604.07853; Bengio et al. 2013, arXiv 1308.3432).
 Integer schemes fold the scales into dy, round it a row or a column, and multiply the codes themselves: with 16 bits,
 three times faster than fp32 and with a relative error of about 1e-4 (docs/performance.md). Gradients of masters are
-added to their `.grad` by the operation itself (`gradient.py`).
+added where `masters.py` says by the operation itself.
 Shape letters: T rows, K in, N out.
 """
 
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
+from qarl.ops.masters import WHOLE, Masters
 from qarl.ops.operand import Operand, Rows
 from qarl.ops.reference import Rounding
 from qarl.quant.formats import INT8
@@ -38,7 +39,7 @@ class Projection:
 
     `linears` hold the master weights (on the meta device in an engine); `operand` is what is multiplied and
     is set whenever a new version is served. Integer schemes compute their backward pass on the codes too, the incoming
-    gradient rounded as `rounding` says; in fp32 if that is None.
+    gradient rounded as `rounding` says; in fp32 if that is None. `holder` is who holds the masters.
     """
 
     def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
@@ -46,6 +47,7 @@ class Projection:
         self.linears = tuple(linears)
         self.operand: Operand | None = None
         self.rounding: Rounding | None = Rounding()
+        self.holder: Masters = WHOLE
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N], plus `residual`."""
@@ -73,20 +75,20 @@ class Projection:
         return _Project.apply(call, x, gain, residual, *self.masters())  # type: ignore[no-any-return]
 
     def gated_backward(self, gate_up: Tensor, grad_TN: Tensor) -> Tensor:
-        """Gradient of `of_gated` with respect to gate_up, without its product; the masters' are added to `.grad`."""
+        """Gradient of `of_gated` with respect to gate_up, without its product; the masters' are added up."""
         assert self.operand is not None
         rows = prepare_rows(self.operand, "gated", gate_up, None)
         return kernels().gated_backward(self.rows_backward(self.operand, rows, grad_TN), gate_up)
 
     def rows_backward(self, operand: Operand, rows: Rows, grad_TN: Tensor) -> Tensor:
-        """Gradient of the product with respect to its rows [T, K]; the masters' are added to their `.grad`."""
+        """Gradient of the product with respect to its rows [T, K]; the masters' are added up."""
         grad_TN = grad_TN.contiguous()
-        weights = [gradient_of(linear.weight) for linear in self.linears]
-        grads = grad_TN.split([len(weight) for weight in weights], 1)
+        grads = grad_TN.split([len(linear.weight) for linear in self.linears], 1)
         for linear, grad in zip(self.linears, grads, strict=True):
             if linear.bias is not None:
                 gradient_of(linear.bias).add_(grad.sum(0))
-        return operand.backward(grad_TN, rows, weights, self.rounding)
+        with self.holder.gradients(*(linear.weight for linear in self.linears)) as weights:
+            return operand.backward(grad_TN, rows, weights, self.rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
