@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import torch
 
 from qarl import __version__
+from qarl.cluster.crew import Crew
+from qarl.cluster.follower import Follower
+from qarl.cluster.leader import LeadingEngine, LeadingLearner, LeadingRanks
+from qarl.cluster.masters import ShardedMasters
+from qarl.cluster.ranks import CrewRanks
 from qarl.doctor import scheme_kernels
 from qarl.errors import ConfigurationError
 from qarl.evaluate import EvalSet
@@ -22,7 +28,7 @@ from qarl.objectives.policy_loss import CorrectedObjective
 from qarl.ops.kernels import kernels
 from qarl.prompts import Renderer, SplitSource, describe_prompt
 from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
-from qarl.recipe import Recipe
+from qarl.recipe import Recipe, parse_recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
 from qarl.rollout.native import NativeEngine, Progress
@@ -42,10 +48,11 @@ class System:
     warnings: tuple[str, ...] = ()
 
 
-def build(recipe: Recipe, progress: Progress | None = None) -> System:
+def build(recipe: Recipe, progress: Progress | None = None, crew: Crew | None = None) -> System:
     """Load the model and make every part; ConfigurationError for whatever cannot work, before any training.
 
-    `progress` is told (finished, all) completions during rollouts.
+    `progress` is told (finished, all) completions during rollouts. With a `crew`, which this process leads, engine and
+    learner are those of all its ranks.
     """
     model = load_model(_model_of_run(recipe.model))
     _check_context(recipe, model.config)
@@ -55,14 +62,20 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant)
     engine = NativeEngine(recipe.engine, model.config, model.sampleable, renderer.decode, progress)
-    learner = local_learner(recipe, model, schemes)
+    learner = local_learner(recipe, model, schemes, crew)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
     first = source.take(0, recipe.prompts_per_step * recipe.sampling.max_rounds)[0]
     scorer.check(*source.known())
     engine.check_fit([first], sampling)
     return System(
-        cast=Cast(source, engine, scorer, recipe.advantage, learner),
+        cast=Cast(
+            source,
+            engine if crew is None else LeadingEngine(crew, engine),
+            scorer,
+            recipe.advantage,
+            learner if crew is None else LeadingLearner(crew, learner),
+        ),
         plan=Plan(
             recipe.seed,
             recipe.steps,
@@ -72,9 +85,25 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
             recipe.sampling.max_rounds,
         ),
         questions=_held_out(recipe, source, sampling),
-        account=f"{describe(recipe, model, schemes, learner)}\n{describe_prompts(renderer, source.skipped, first)}",
+        account="\n".join(
+            [
+                describe(recipe, model, schemes, learner),
+                *([] if crew is None else [crew.describe()]),
+                describe_prompts(renderer, source.skipped, first),
+            ]
+        ),
         warnings=(*_warnings(recipe, schemes), *source.warnings),
     )
+
+
+def build_follower(recipe: str, crew: Crew) -> Follower:
+    """What another rank than the leader needs of a run: an engine and a learner."""
+    resolved = parse_recipe(tomllib.loads(recipe), "the leader's recipe")
+    model = load_model(_model_of_run(resolved.model))
+    decode = resolved.prompts.renderer(model.tokenizer).decode
+    engine = NativeEngine(resolved.engine, model.config, model.sampleable, decode)
+    schemes = scheme_plan(model, resolved.scheme, resolved.quant)
+    return Follower(crew, engine, local_learner(resolved, model, schemes, crew))
 
 
 def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
@@ -94,11 +123,18 @@ def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
-    """A learner whose masters are the model's tensors."""
+def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew: Crew | None = None) -> LocalLearner:
+    """A learner whose masters are the model's tensors; of a `crew`'s, some rows of them, which take their place."""
     with torch.device("meta"):
         rounds_kv = recipe.engine.kv_cache == "int8" and recipe.alignment == "auto"
         decoder = Decoder(model.config, model.sampleable, rounds_kv)
+    ranks = None
+    if crew is not None:
+        ranks = LeadingRanks(crew) if crew.leads else CrewRanks(crew.exchange)
+        holder = ShardedMasters(crew.exchange)
+        decoder.held_by(holder)
+        for name in model.tensors:
+            model.tensors[name] = holder.shard(model.tensors[name])  # one by one, so that the whole ones go
     decoder.assign(model.tensors, requires_grad=True)
     return LocalLearner(
         recipe.learner,
@@ -111,6 +147,7 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.steps,
         model.tokenizer,
         model.stop_token_ids,
+        ranks,
     )
 
 

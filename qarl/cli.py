@@ -65,8 +65,16 @@ def train(
     dry_run: Annotated[bool, Flag, Parameter(help="Check everything and say what would happen.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model by a recipe."""
-    from qarl.recipe import load_recipe
+    """Train a model by a recipe; under `torchrun`, on all its processes."""
+    from qarl.cluster.launch import is_follower, leading
+
+    if is_follower():
+        from qarl.build import build_follower
+        from qarl.cluster.follower import serve
+
+        return serve(build_follower)
+
+    from qarl.recipe import load_recipe, to_toml
 
     resolved = load_recipe(recipe, overrides)
 
@@ -76,11 +84,10 @@ def train(
 
     start = run.open_run(resolved, recipe.stem, run_dir, resume)
     console = Console(sys.stderr if as_json else sys.stdout, start.step, resolved.steps)
-    system = build(resolved, console.rolling_out)
-    if dry_run:
-        result = run.dry_run(resolved, system, start, console)
-    else:
-        result = run.train(resolved, system, start, console)
+    with leading(to_toml(resolved), resolved.cluster) as crew:
+        system = build(resolved, console.rolling_out, crew)
+        act = run.dry_run if dry_run else run.train
+        result = act(resolved, system, start, console)
     if as_json:
         _answer(result, as_json)
 

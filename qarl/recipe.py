@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qarl.advantages import AdvantageConfig, GroupStd
+from qarl.cluster.config import ClusterConfig
 from qarl.config import Config
 from qarl.errors import ConfigurationError, printable
 from qarl.explain import Place, did_you_mean, is_choice, locate, problems
@@ -87,6 +88,7 @@ class Recipe(Config):
     eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved.")
     health: Health = Field(default_factory=Health, description="What a run warns of and what it stops for.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="A run on several processes.")
 
     @field_validator("scheme")
     @classmethod

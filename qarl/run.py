@@ -44,6 +44,7 @@ are the same at every evaluation, so that two of them differ by the weights alon
 FREE_TO_CHANGE = (
     "eval",
     "checkpoint",
+    "cluster",
     "health",
     "max_reward_error_share",
     "learner.max_skipped_updates",

@@ -14,9 +14,7 @@ from torch.autograd.function import once_differentiable
 from qarl.ops.masters import WHOLE, Masters
 
 
-def embedding(
-    token_ids_T: Tensor, weight: Tensor, table_VD: Tensor | None = None, holder: Masters = WHOLE
-) -> Tensor:
+def embedding(token_ids_T: Tensor, weight: Tensor, table_VD: Tensor | None = None, holder: Masters = WHOLE) -> Tensor:
     """The tokens' rows [T, D]. The gradient touches those rows alone, not a tensor as large as the vocabulary.
 
     They are read from `table_VD`, where the master `weight` is not all in memory here; `holder` is who holds it.

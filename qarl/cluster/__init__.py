@@ -1,0 +1,1 @@
+"""One run on several processes: the only room that knows process groups."""

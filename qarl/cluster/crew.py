@@ -1,0 +1,247 @@
+"""The processes of one run: rank 0 leads it, the others do what it orders.
+
+Orders and answers go over a group whose members wait for one another as long as all give signs of life, since a
+rollout, a reward or an evaluation may take its time. Tensors go over another, in which nobody waits longer than
+`cluster.timeout_s`. Why a run ended is left in the store that all share, by whoever knows it first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl.cluster.exchange import Exchange
+from qarl.cluster.pulse import Pulse
+from qarl.errors import ConfigurationError, RunError
+
+LEADER = 0
+STOP = "stop"
+
+ENDLESS = timedelta(days=3650)
+SHORTEST_POLL_S, LONGEST_POLL_S = 2e-5, 1e-3
+"""How often one who waits looks whether what it waits for is there: ever less often."""
+
+LOOK_S = 0.5
+"""And how often, whether those it waits for are."""
+
+FAULTS: dict[str, type[ConfigurationError] | type[RunError]] = {
+    "ConfigurationError": ConfigurationError,
+    "RunError": RunError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A rank's error in its own words."""
+
+    kind: str
+    words: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """What is told of an error."""
+        if isinstance(error, ConfigurationError | RunError):
+            return cls(type(error).__name__, str(error))
+        return cls("RunError", f"{type(error).__name__}: {error}")
+
+    def error(self) -> ConfigurationError | RunError:
+        """To be raised elsewhere."""
+        return FAULTS[self.kind](self.words)
+
+
+class Crew:
+    """This process's place among the others, and what it can say to them."""
+
+    def __init__(self, store: dist.Store, rank: int, count: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.count = count
+        self.timeout_s = timeout_s
+        self._store = store
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+        self._orders = dist.new_group(backend="gloo", timeout=ENDLESS)
+        self.exchange = Exchange(rank, count)
+        store.set(f"place/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self._pulse = Pulse(store, rank, timeout_s)
+        self._orders_given = 0
+        self._broken: ConfigurationError | RunError | None = None
+        self.patience_s = timeout_s
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that runs the loop."""
+        return self.rank == LEADER
+
+    def describe(self) -> str:
+        """For people."""
+        return f"cluster: {self.count} ranks, every matrix's rows divided among them; rank {self.rank} leads"
+
+    @contextmanager
+    def order(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
+        """Have the followers do `name` while the block does the leader's part; the list holds their answers after it.
+
+        A follower's error is raised here, in its words. RunError when a rank is lost.
+        """
+        if self._broken is not None:
+            raise self._broken
+        answers: list[Any] = []
+        try:
+            self._orders_given += 1
+            self._send(name, arguments)
+            yield answers
+            found = self._collect(None)
+        except KeyboardInterrupt:
+            self._store.set(f"enough/{self._orders_given}", "")
+            self._explained(lambda: self._collect(None))
+            raise
+        except (ConfigurationError, RunError):
+            self._store.set(f"enough/{self._orders_given}", "")
+            self._explained(lambda: self._collect(None))
+            raise
+        except Exception as error:
+            raise self._explanation(error) from error
+        for answer in found[1:]:
+            if isinstance(answer, Fault):
+                raise answer.error()
+        answers += found[1:]
+
+    def next_order(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the leader to say what is to be done."""
+        self._orders_given += 1
+        name, arguments = self._broadcast(None)
+        return name, arguments
+
+    def answer(self, found: Any) -> None:
+        """Tell the leader what an order came to; a `Fault` if it failed."""
+        self._collect(found)
+
+    def is_enough(self) -> bool:
+        """Whether the leader no longer waits for what it ordered last."""
+        return self._store.check([f"enough/{self._orders_given}"])
+
+    def stop(self) -> None:
+        """Let the followers leave, unless some are lost, and leave."""
+        try:
+            if self._broken is None:
+                self._send(STOP, ())
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Beat no more. Groups are not destroyed, which would wait for ranks that are lost."""
+        self._pulse.end()
+
+    def report(self, error: BaseException) -> None:
+        """Leave word of why this follower ends, unless it only ends because another one is lost."""
+        if not self._store.check(["fault"]) and not self._pulse.missing(self._others()):
+            fault = Fault.of(error)
+            self._store.set("fault", json.dumps({"rank": self.rank, "kind": fault.kind, "words": fault.words}))
+
+    def _send(self, name: str, arguments: tuple[Any, ...]) -> None:
+        self._broadcast((name, arguments))
+
+    def _broadcast(self, message: Any) -> Any:
+        """The leader's message, on every rank."""
+        sent = _packed(message) if self.leads else None
+        size = torch.tensor([0 if sent is None else len(sent)])
+        self._wait(dist.broadcast(size, LEADER, group=self._orders, async_op=True))
+        content = torch.empty(int(size), dtype=torch.uint8) if sent is None else sent
+        self._wait(dist.broadcast(content, LEADER, group=self._orders, async_op=True))
+        return message if self.leads else _unpacked(content)
+
+    def _collect(self, answer: Any) -> list[Any]:
+        """Every rank's answer, at the leader; nothing elsewhere."""
+        own = _packed(answer)
+        sizes = torch.zeros(self.count, dtype=torch.int64)
+        size = torch.tensor([len(own)])
+        self._wait(dist.all_gather_single(sizes, size, group=self._orders, async_op=True))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(own)] = own
+        places = [torch.empty_like(padded) for _ in range(self.count)] if self.leads else None
+        self._wait(dist.gather(padded, places, LEADER, group=self._orders, async_op=True))
+        return [_unpacked(place[:length]) for place, length in zip(places or [], sizes.tolist(), strict=False)]
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """As long as those waited for give signs of life: all followers, or the leader."""
+        assert work is not None
+        looked, pause = time.monotonic(), SHORTEST_POLL_S
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(1.1 * pause, LONGEST_POLL_S)
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                for rank in self._others() if self.leads else [LEADER]:
+                    if self._pulse.silent_for(rank) > self.patience_s:
+                        raise RunError(self._lost([rank]))
+        work.wait()
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.count) if rank != self.rank]
+
+    def _explained(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            raise self._explanation(error) from error
+
+    def _explanation(self, error: Exception) -> Exception:
+        """Why the ranks are out of step: what a follower left word of, else who is lost, else the error itself."""
+        missing = self._pulse.missing(self._others())
+        if self._store.check(["fault"]):
+            left = json.loads(self._store.get("fault"))
+            self._broken = Fault(left["kind"], f"rank {left['rank']}: {left['words']}").error()
+        elif missing:
+            self._broken = RunError(self._lost(missing))
+        else:
+            self._broken = RunError("the ranks are no longer in step")
+            return error
+        return self._broken
+
+    def _lost(self, ranks: Sequence[int]) -> str:
+        names = ", ".join(f"rank {rank} ({self._store.get(f'place/{rank}').decode()})" for rank in ranks)
+        return (
+            f"{names} of {self.count} ranks gives no sign of life: killed, stopped, or its machine is lost; start the "
+            "run again with --resume"
+        )
+
+
+def lead(recipe: str, timeout_s: float) -> Crew:
+    """Join the others as their leader and tell them the recipe."""
+    store, rank, count = _meet()
+    store.set("recipe", json.dumps({"recipe": recipe, "timeout_s": timeout_s}))
+    return Crew(store, rank, count, timeout_s)
+
+
+def follow() -> tuple[Crew, str]:
+    """Join the leader, once it has a recipe; and that."""
+    store, rank, count = _meet()
+    told = json.loads(store.get("recipe"))
+    return Crew(store, rank, count, told["timeout_s"]), told["recipe"]
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    store, rank, count = next(dist.rendezvous("env://"))
+    # Of its own, in a launcher's store that also knows other things.
+    return dist.PrefixStore("qarl", store), rank, count
+
+
+def _packed(message: Any) -> Tensor:
+    """Pickled: the ranks of one run trust one another, as in torch.distributed's own collectives of objects."""
+    return torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+
+
+def _unpacked(content: Tensor) -> Any:
+    return pickle.loads(content.numpy())
