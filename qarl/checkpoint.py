@@ -272,7 +272,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str]
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             tensor = (read or tensors.__getitem__)(name).detach().cpu().contiguous()
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     _flush(path)
 
 

@@ -13,21 +13,26 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from qarl.cluster.exchange import Exchange
 from qarl.cluster.pulse import Pulse
 from qarl.errors import ConfigurationError, RunError
+from qarl.interrupts import Interrupted
 
 LEADER = 0
 STOP = "stop"
+FAULT = "fault"
 
 ENDLESS = timedelta(days=3650)
 SHORTEST_POLL_S, LONGEST_POLL_S = 2e-5, 1e-3
@@ -50,24 +55,29 @@ class Fault:
     words: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Fault:
-        """What is told of an error."""
+    def of(cls, error: BaseException, place: str = "") -> Fault:
+        """What is told of an error; `place` goes before it."""
         if isinstance(error, ConfigurationError | RunError):
-            return cls(type(error).__name__, str(error))
-        return cls("RunError", f"{type(error).__name__}: {error}")
+            return cls(type(error).__name__, f"{place}{error}")
+        return cls("RunError", f"{place}{type(error).__name__}: {error}")
 
     def error(self) -> ConfigurationError | RunError:
         """To be raised elsewhere."""
         return FAULTS[self.kind](self.words)
 
 
+class Lost(Exception):
+    """A rank gives no sign of life."""
+
+
 class Crew:
     """This process's place among the others, and what it can say to them."""
 
-    def __init__(self, store: dist.Store, rank: int, count: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, count: int, timeout_s: float) -> None:
         self.rank = rank
         self.count = count
         self.timeout_s = timeout_s
+        self.patience_s = timeout_s
         self._store = store
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         limit = timedelta(seconds=timeout_s)
@@ -76,9 +86,12 @@ class Crew:
         self.exchange = Exchange(rank, count)
         store.set(f"place/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
         self._pulse = Pulse(store, rank, timeout_s)
-        self._orders_given = 0
+        self._clerk = ThreadPoolExecutor(1, "orders")
+        self._order = 0
+        self._is_busy = False
+        self._has_left = False
+        self._results: dict[str, Any] = {}
         self._broken: ConfigurationError | RunError | None = None
-        self.patience_s = timeout_s
 
     @property
     def leads(self) -> bool:
@@ -93,26 +106,22 @@ class Crew:
     def order(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
         """Have the followers do `name` while the block does the leader's part; the list holds their answers after it.
 
-        A follower's error is raised here, in its words. RunError when a rank is lost.
+        A follower's error is raised here, in its words. RunError when a rank is lost, and from then on.
         """
         if self._broken is not None:
             raise self._broken
+        self._order, self._is_busy, self._results = self._order + 1, True, {}
         answers: list[Any] = []
         try:
-            self._orders_given += 1
-            self._send(name, arguments)
+            self._once("send", lambda: self._broadcast((self._order, name, arguments)))
             yield answers
-            found = self._collect(None)
-        except KeyboardInterrupt:
-            self._store.set(f"enough/{self._orders_given}", "")
-            self._explained(lambda: self._collect(None))
-            raise
-        except (ConfigurationError, RunError):
-            self._store.set(f"enough/{self._orders_given}", "")
-            self._explained(lambda: self._collect(None))
+            found = self._once("collect", lambda: self._collect(None))
+        except (Interrupted, ConfigurationError, RunError):
+            self._call_off(name, arguments)
             raise
         except Exception as error:
             raise self._explanation(error) from error
+        self._is_busy = False
         for answer in found[1:]:
             if isinstance(answer, Fault):
                 raise answer.error()
@@ -120,38 +129,66 @@ class Crew:
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the leader to say what is to be done."""
-        self._orders_given += 1
-        name, arguments = self._broadcast(None)
+        self._order, name, arguments = self._broadcast(None)
         return name, arguments
 
     def answer(self, found: Any) -> None:
         """Tell the leader what an order came to; a `Fault` if it failed."""
         self._collect(found)
 
-    def is_enough(self) -> bool:
-        """Whether the leader no longer waits for what it ordered last."""
-        return self._store.check([f"enough/{self._orders_given}"])
+    def is_called_off(self) -> bool:
+        """Whether the leader no longer wants what it ordered last."""
+        return bool(self._store.check([f"off/{self._order}"]))
 
-    def stop(self) -> None:
-        """Let the followers leave, unless some are lost, and leave."""
-        try:
-            if self._broken is None:
-                self._send(STOP, ())
-        finally:
-            self.leave()
+    def dismiss(self) -> None:
+        """Tell the followers that it is over, if they listen."""
+        if self._broken is None and not self._is_busy:
+            self._broadcast((self._order + 1, STOP, ()))
 
     def leave(self) -> None:
-        """Beat no more. Groups are not destroyed, which would wait for ranks that are lost."""
+        """Wait and beat no more. Groups are not destroyed, which would wait for ranks that are lost."""
+        self._has_left = True
+        self._clerk.shutdown()
         self._pulse.end()
 
-    def report(self, error: BaseException) -> None:
-        """Leave word of why this follower ends, unless it only ends because another one is lost."""
-        if not self._store.check(["fault"]) and not self._pulse.missing(self._others()):
-            fault = Fault.of(error)
-            self._store.set("fault", json.dumps({"rank": self.rank, "kind": fault.kind, "words": fault.words}))
+    def fault_of_others(self) -> Fault | None:
+        """Why this rank cannot go on, if that is not its own doing: what another one left word of, or who is lost."""
+        missing = self._pulse.missing(rank for rank in range(self.count) if rank != self.rank)
+        if self._store.check([FAULT]):
+            return Fault(**json.loads(self._store.get(FAULT)))
+        return Fault("RunError", self._lost(missing)) if missing else None
 
-    def _send(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self._broadcast((name, arguments))
+    def leave_word(self, fault: Fault) -> None:
+        """Of what ends this rank, and with it the run."""
+        self._store.set(FAULT, json.dumps(asdict(fault)))
+
+    def _once(self, step: str, act: Callable[[], Any]) -> Any:
+        """One step of the current order, in a thread where no signal cuts it short: what a signal interrupts here is
+        the wait for it, which can be taken up again.
+        """
+
+        def unless_done() -> Any:
+            if step not in self._results:
+                self._results[step] = act()
+            return self._results[step]
+
+        return self._clerk.submit(unless_done).result()
+
+    def _call_off(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Get the ranks in step again after the leader's part ended early."""
+        try:
+            self._store.set(f"off/{self._order}", "")
+            self._once("send", lambda: self._broadcast((self._order, name, arguments)))
+            self._once("collect", lambda: self._collect(None))
+            self._is_busy = False
+        except Exception as error:
+            self._explanation(error)
+
+    def _explanation(self, error: Exception) -> Exception:
+        """What to raise now that the ranks are out of step: the error itself, if it is nobody else's fault."""
+        fault = self.fault_of_others()
+        self._broken = RunError("the ranks are out of step") if fault is None else fault.error()
+        return error if fault is None else self._broken
 
     def _broadcast(self, message: Any) -> Any:
         """The leader's message, on every rank."""
@@ -177,44 +214,23 @@ class Crew:
     def _wait(self, work: dist.Work | None) -> None:
         """As long as those waited for give signs of life: all followers, or the leader."""
         assert work is not None
+        waited_for = range(1, self.count) if self.leads else [LEADER]
         looked, pause = time.monotonic(), SHORTEST_POLL_S
         while not work.is_completed():
             time.sleep(pause)
             pause = min(1.1 * pause, LONGEST_POLL_S)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                for rank in self._others() if self.leads else [LEADER]:
-                    if self._pulse.silent_for(rank) > self.patience_s:
-                        raise RunError(self._lost([rank]))
+                if self._has_left or any(self._pulse.silent_for(rank) > self.patience_s for rank in waited_for):
+                    raise Lost
         work.wait()
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.count) if rank != self.rank]
-
-    def _explained(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:
-            raise self._explanation(error) from error
-
-    def _explanation(self, error: Exception) -> Exception:
-        """Why the ranks are out of step: what a follower left word of, else who is lost, else the error itself."""
-        missing = self._pulse.missing(self._others())
-        if self._store.check(["fault"]):
-            left = json.loads(self._store.get("fault"))
-            self._broken = Fault(left["kind"], f"rank {left['rank']}: {left['words']}").error()
-        elif missing:
-            self._broken = RunError(self._lost(missing))
-        else:
-            self._broken = RunError("the ranks are no longer in step")
-            return error
-        return self._broken
 
     def _lost(self, ranks: Sequence[int]) -> str:
         names = ", ".join(f"rank {rank} ({self._store.get(f'place/{rank}').decode()})" for rank in ranks)
+        verb = "gives" if len(ranks) == 1 else "give"
         return (
-            f"{names} of {self.count} ranks gives no sign of life: killed, stopped, or its machine is lost; start the "
-            "run again with --resume"
+            f"{names} of {self.count} ranks {verb} no sign of life: killed, stopped, or the machine is lost; start "
+            "the run again with --resume"
         )
 
 
@@ -232,10 +248,10 @@ def follow() -> tuple[Crew, str]:
     return Crew(store, rank, count, told["timeout_s"]), told["recipe"]
 
 
-def _meet() -> tuple[dist.Store, int, int]:
-    store, rank, count = next(dist.rendezvous("env://"))
+def _meet() -> tuple[Store, int, int]:
+    store, rank, count = next(rendezvous("env://"))
     # Of its own, in a launcher's store that also knows other things.
-    return dist.PrefixStore("qarl", store), rank, count
+    return PrefixStore("qarl", store), rank, count
 
 
 def _packed(message: Any) -> Tensor:
@@ -244,4 +260,4 @@ def _packed(message: Any) -> Tensor:
 
 
 def _unpacked(content: Tensor) -> Any:
-    return pickle.loads(content.numpy())
+    return pickle.loads(content.numpy().tobytes())

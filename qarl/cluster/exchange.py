@@ -32,8 +32,9 @@ class Exchange:
     def gather(self, own_nK: Tensor, height: int) -> Tensor:
         """All rows [N, K] of a matrix of which each rank gives its own."""
         each = -(-height // self.count)
-        padded = _as_bytes(own_nK.new_zeros(each, *own_nK.shape[1:]))
-        padded[: len(own_nK)] = _as_bytes(own_nK)
+        # As bytes: not every library knows every kind of code.
+        padded = own_nK.new_zeros(each, *own_nK.shape[1:]).view(torch.uint8)
+        padded[: len(own_nK)] = own_nK.contiguous().view(torch.uint8)
         whole = padded.new_empty(self.count * each, *padded.shape[1:])
         dist.all_gather_single(whole, padded)
         self._count(padded, self.count - 1)
@@ -70,7 +71,7 @@ class Exchange:
     def objects(self, own: Any) -> list[Any]:
         """Everyone's small object."""
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        return [pickle.loads(some.numpy()) for some in self.ragged(content)]
+        return [pickle.loads(some.numpy().tobytes()) for some in self.ragged(content)]
 
     def scatter(self, whole_NK: Tensor | None, own_nK: Tensor, height: int) -> None:
         """Fill `own_nK` with this rank's rows of a matrix that rank 0 has."""
@@ -110,8 +111,3 @@ def _summed(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         found += part
     return found
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """8-bit floats are unknown to gloo."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qarl.cluster.crew import STOP, Crew, Fault, follow
+from qarl.cluster.launch import record
 from qarl.cluster.leader import own_completions, part_of
 from qarl.errors import ConfigurationError, RunError
 from qarl.learner.learner import LocalLearner
@@ -55,7 +57,7 @@ class Follower:
         """This rank's completions, given up where the leader no longer waits for them."""
         rank, ranks = self._crew.rank, self._crew.count
         part = self._engine.resume(
-            part_of(groups, rank, ranks), sampling, seed, stop=lambda finished, total: self._crew.is_enough()
+            part_of(groups, rank, ranks), sampling, seed, stop=lambda finished, total: self._crew.is_called_off()
         )
         return own_completions(part, groups, rank, ranks), self._engine.metrics()
 
@@ -81,7 +83,7 @@ class Follower:
         """Send this rank's rows of one tensor."""
         tensor = self._state[key]
         assert isinstance(tensor, DTensor), f"{key} is whole at the leader"
-        self._crew.exchange.collect(tensor.to_local(), len(tensor))
+        self._crew.exchange.collect(tensor.to_local().detach(), len(tensor))
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on from what the leader has read."""
@@ -106,7 +108,12 @@ def serve(build: Callable[[str, Crew], Follower]) -> None:
     try:
         build(recipe, crew).obey()
     except Exception as error:
-        crew.report(error)
+        if (fault := crew.fault_of_others()) is not None:
+            record(fault.words)
+        else:
+            own = Fault.of(error, f"rank {crew.rank}: ")
+            crew.leave_word(own)
+            record(f"{own.words}\n{''.join(traceback.format_exception(error))}")
         sys.exit(1)
     finally:
         crew.leave()

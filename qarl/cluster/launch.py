@@ -38,14 +38,17 @@ def leading(recipe: str, config: ClusterConfig) -> Iterator[Crew | None]:
     try:
         yield crew
     except BaseException as error:
-        _record(error)
+        record(str(error))
         raise
     finally:
-        crew.stop()
+        try:
+            crew.dismiss()
+        finally:
+            crew.leave()
 
 
-def _record(error: BaseException) -> None:
+def record(words: str) -> None:
     """For torchrun's own account of which process failed first, and why."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        Path(file).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"message": words, "timestamp": int(time.time())}), encoding="utf-8")

@@ -106,7 +106,7 @@ class LeadingRanks(CrewRanks):
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         with self._crew.order("give", key):
-            whole = self._exchange.collect(tensor.detach().to_local(), len(tensor))
+            whole = self._exchange.collect(tensor.to_local().detach(), len(tensor))
         assert whole is not None
         return whole
 

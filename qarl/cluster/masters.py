@@ -32,6 +32,7 @@ class ShardedMasters:
 
     def __init__(self, exchange: Exchange, device: str = "cpu") -> None:
         self._exchange = exchange
+        assert dist.group.WORLD is not None
         self._mesh = DeviceMesh.from_group(dist.group.WORLD, device)
 
     def shard(self, whole: Tensor) -> Tensor:
@@ -70,14 +71,16 @@ class ShardedMasters:
         if isinstance(scheme.weight.granularity, PerBlock):
             return quantize_weight(self.whole(master)[:height], scheme, name)
         own = _local(master)
+        count = len(own)
+        rows = own if count else own.new_zeros(1, own.shape[1])  # of a low matrix a rank may have none
         try:
-            part, failure = quantize_weight(own, scheme, name), None
+            part, failure = quantize_weight(rows, scheme, name), None
         except RunError as error:
-            part, failure = quantize_weight(torch.zeros_like(own), scheme, name), error
+            part, failure = quantize_weight(torch.zeros_like(rows), scheme, name), error
         # A scale that no weight has tells the others.
         scale = part.scale if failure is None else torch.full_like(part.scale, torch.nan)
-        scales = self._exchange.gather(scale, len(master))
-        codes = self._exchange.gather(part.codes, len(master))
+        scales = self._exchange.gather(scale[:count], len(master))
+        codes = self._exchange.gather(part.codes[:count], len(master))
         if not bool(scales.isfinite().all()):
             raise failure or RunError(f"{name}: non-finite values; they cannot be quantized")
         return QTensor(codes[:height], scales[:height], scheme)
@@ -93,7 +96,7 @@ class ShardedMasters:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part, without gradient, in the same memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _gradient_of(master: Tensor) -> Tensor:

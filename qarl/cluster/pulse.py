@@ -5,17 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
-LONGEST_BEAT_S = 1.0
-
-
-class HasPulse(Protocol):
-    """What others need of a `Pulse`."""
-
-    def silent_for(self, rank: int) -> float: ...
+LONGEST_BEAT_S = 0.5
 
 
 class Pulse:
@@ -35,8 +28,7 @@ class Pulse:
 
     def silent_for(self, rank: int) -> float:
         """Seconds since this rank was first seen with the count it has now."""
-        now, key = time.monotonic(), _key(rank)
-        count = self._store.get(key) if self._store.check([key]) else b""
+        now, count = time.monotonic(), self._count(rank)
         if rank not in self._last or self._last[rank][0] != count:
             self._last[rank] = count, now
         return now - self._last[rank][1]
