@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from qarl import __version__
+from qarl.cluster.launch import is_follower, leading, record
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.process import hash_alike, prepare
@@ -66,8 +67,6 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe; under `torchrun`, on all its processes."""
-    from qarl.cluster.launch import is_follower, leading
-
     if is_follower():
         from qarl.build import build_follower
         from qarl.cluster.follower import serve
@@ -290,6 +289,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _refuse(reason: object, code: int) -> int:
+    record(str(reason))
     _progress(f"qarl: {reason}")
     return code
 

@@ -255,6 +255,10 @@ UNSEEN: dict[str, tuple[str, str]] = {
         "needs gradients that are not finite",
         "tests/learner/test_learner.py::test_the_run_stops_after_too_many_skipped_updates_in_a_row",
     ),
+    "cluster.timeout_s": (
+        "needs several processes",
+        "tests/cluster/test_failures.py::test_a_lost_follower_ends_the_run_in_time_with_its_name",
+    ),
     "eval.correct_term": (
         "a random model is right by no term",
         "tests/test_evaluate.py::test_the_named_term_says_what_is_right",

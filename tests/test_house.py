@@ -54,9 +54,11 @@ MAY_IMPORT = {
         "runfolder": GROUND + " checkpoint",
         "loop": GROUND + " interrupts readings",
         "evaluate": GROUND + " readings",
-        "recipe": GROUND + " explain health " + ROOMS,
+        # Several processes: known to what wires, to what is called, and to the recipe for its configuration.
+        "cluster": GROUND + " interrupts rollout learner optim sync models ops quant",
+        "recipe": GROUND + " cluster explain health " + ROOMS,
         # Front door: `build` wires, the commands use what it built, `cli` is called.
-        "build": GROUND + " doctor evaluate loop recipe runfolder " + ROOMS,
+        "build": GROUND + " cluster doctor evaluate loop recipe runfolder " + ROOMS,
         "run": GROUND + " build checkpoint evaluate health interrupts loop readings recipe runfolder tracking",
         "assess": GROUND + " prompts rollout " + RUN,
         "align": GROUND + " " + ROOMS + " " + RUN,
@@ -64,7 +66,7 @@ MAY_IMPORT = {
         "export": GROUND + " models quant sync " + RUN,
         "doctor": GROUND + " ops quant",
         "process": "",
-        "cli": GROUND + " align assess bench doctor export process tracking " + RUN,
+        "cli": GROUND + " cluster align assess bench doctor export process tracking " + RUN,
         "__main__": "cli",
     }.items()
 }

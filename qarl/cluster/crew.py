@@ -79,6 +79,7 @@ class Crew:
         self.timeout_s = timeout_s
         self.patience_s = timeout_s
         self._store = store
+        store.set_timeout(timedelta(seconds=timeout_s))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
@@ -153,10 +154,13 @@ class Crew:
 
     def fault_of_others(self) -> Fault | None:
         """Why this rank cannot go on, if that is not its own doing: what another one left word of, or who is lost."""
-        missing = self._pulse.missing(rank for rank in range(self.count) if rank != self.rank)
-        if self._store.check([FAULT]):
-            return Fault(**json.loads(self._store.get(FAULT)))
-        return Fault("RunError", self._lost(missing)) if missing else None
+        try:
+            missing = self._pulse.missing(rank for rank in range(self.count) if rank != self.rank)
+            if self._store.check([FAULT]):
+                return Fault(**json.loads(self._store.get(FAULT)))
+            return Fault("RunError", self._lost(missing)) if missing else None
+        except RuntimeError as error:
+            return Fault("RunError", f"the store that all ranks share gives no answer: {error}")
 
     def leave_word(self, fault: Fault) -> None:
         """Of what ends this rank, and with it the run."""

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.cluster.config import ClusterConfig
-
 if TYPE_CHECKING:
+    from qarl.cluster.config import ClusterConfig
     from qarl.cluster.crew import Crew
 
 
@@ -37,9 +36,6 @@ def leading(recipe: str, config: ClusterConfig) -> Iterator[Crew | None]:
     crew = lead(recipe, config.timeout_s)
     try:
         yield crew
-    except BaseException as error:
-        record(str(error))
-        raise
     finally:
         try:
             crew.dismiss()
