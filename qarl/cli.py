@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from qarl import __version__
-from qarl.cluster.launch import is_follower, leading, record
+from qarl.cluster.launch import end, is_follower, leading, record
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.process import hash_alike, prepare
@@ -263,7 +263,7 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
     hash_alike()
     prepare()
-    sys.exit(run_command(sys.argv[1:]))
+    end(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -32,7 +32,6 @@ from qarl.interrupts import Interrupted
 
 LEADER = 0
 STOP = "stop"
-FAULT = "fault"
 
 ENDLESS = timedelta(days=3650)
 SHORTEST_POLL_S, LONGEST_POLL_S = 2e-5, 1e-3
@@ -79,14 +78,13 @@ class Crew:
         self.timeout_s = timeout_s
         self.patience_s = timeout_s
         self._store = store
-        store.set_timeout(timedelta(seconds=timeout_s))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
         self._orders = dist.new_group(backend="gloo", timeout=ENDLESS)
         self.exchange = Exchange(rank, count)
-        store.set(f"place/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self._pulse = Pulse(store, rank, timeout_s)
+        self._places = self.exchange.objects(f"process {os.getpid()} on {socket.gethostname()}")
+        self._pulse = Pulse(store, rank, count, timeout_s)
         self._clerk = ThreadPoolExecutor(1, "orders")
         self._order = 0
         self._is_busy = False
@@ -147,24 +145,21 @@ class Crew:
             self._broadcast((self._order + 1, STOP, ()))
 
     def leave(self) -> None:
-        """Wait and beat no more. Groups are not destroyed, which would wait for ranks that are lost."""
+        """Wait and beat no more. Groups are not destroyed: that would wait for ranks that are lost."""
         self._has_left = True
         self._clerk.shutdown()
         self._pulse.end()
 
     def fault_of_others(self) -> Fault | None:
         """Why this rank cannot go on, if that is not its own doing: what another one left word of, or who is lost."""
-        try:
-            missing = self._pulse.missing(rank for rank in range(self.count) if rank != self.rank)
-            if self._store.check([FAULT]):
-                return Fault(**json.loads(self._store.get(FAULT)))
-            return Fault("RunError", self._lost(missing)) if missing else None
-        except RuntimeError as error:
-            return Fault("RunError", f"the store that all ranks share gives no answer: {error}")
+        missing = self._pulse.missing()
+        if self._pulse.word:
+            return Fault(**json.loads(self._pulse.word))
+        return Fault("RunError", self._lost(missing)) if missing else None
 
     def leave_word(self, fault: Fault) -> None:
         """Of what ends this rank, and with it the run."""
-        self._store.set(FAULT, json.dumps(asdict(fault)))
+        self._pulse.leave_word(json.dumps(asdict(fault)))
 
     def _once(self, step: str, act: Callable[[], Any]) -> Any:
         """One step of the current order, in a thread where no signal cuts it short: what a signal interrupts here is
@@ -225,12 +220,12 @@ class Crew:
             pause = min(1.1 * pause, LONGEST_POLL_S)
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
-                if self._has_left or any(self._pulse.silent_for(rank) > self.patience_s for rank in waited_for):
+                if self._has_left or self._pulse.silent_for(waited_for) > self.patience_s:
                     raise Lost
         work.wait()
 
     def _lost(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(f"rank {rank} ({self._store.get(f'place/{rank}').decode()})" for rank in ranks)
+        names = ", ".join(f"rank {rank} ({self._places[rank]})" for rank in ranks)
         verb = "gives" if len(ranks) == 1 else "give"
         return (
             f"{names} of {self.count} ranks {verb} no sign of life: killed, stopped, or the machine is lost; start "

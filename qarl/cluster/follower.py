@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qarl.cluster.crew import STOP, Crew, Fault, follow
-from qarl.cluster.launch import record
+from qarl.cluster.launch import end, record
 from qarl.cluster.leader import own_completions, part_of
 from qarl.errors import ConfigurationError, RunError
 from qarl.learner.learner import LocalLearner
@@ -114,6 +113,6 @@ def serve(build: Callable[[str, Crew], Follower]) -> None:
             own = Fault.of(error, f"rank {crew.rank}: ")
             crew.leave_word(own)
             record(f"{own.words}\n{''.join(traceback.format_exception(error))}")
-        sys.exit(1)
-    finally:
         crew.leave()
+        end(1)
+    crew.leave()

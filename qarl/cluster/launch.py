@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from qarl.cluster.config import ClusterConfig
@@ -41,6 +42,17 @@ def leading(recipe: str, config: ClusterConfig) -> Iterator[Crew | None]:
             crew.dismiss()
         finally:
             crew.leave()
+
+
+def end(code: int) -> NoReturn:
+    """Exit with this code; one of several processes at once, since process groups wait for a lost rank when the
+    interpreter takes them down.
+    """
+    if is_launched():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def record(words: str) -> None:

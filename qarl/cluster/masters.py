@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from qarl.cluster.exchange import Exchange
 from qarl.errors import RunError
 from qarl.ops.operand import quantize_weight
+from qarl.quant import pack_int4, unpack_int4
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scales import PerBlock
 from qarl.quant.scheme import Scheme
@@ -80,10 +81,16 @@ class ShardedMasters:
         # A scale that no weight has tells the others.
         scale = part.scale if failure is None else torch.full_like(part.scale, torch.nan)
         scales = self._exchange.gather(scale[:count], len(master))
-        codes = self._exchange.gather(part.codes[:count], len(master))
+        codes = self._gathered_codes(part.codes[:count], len(master), scheme)
         if not bool(scales.isfinite().all()):
             raise failure or RunError(f"{name}: non-finite values; they cannot be quantized")
         return QTensor(codes[:height], scales[:height], scheme)
+
+    def _gathered_codes(self, own: Tensor, height: int, scheme: Scheme) -> Tensor:
+        """Two 4-bit codes travel in a byte where a scheme is stored so."""
+        if not scheme.packed:
+            return self._exchange.gather(own, height)
+        return unpack_int4(self._exchange.gather(pack_int4(own), height), own.shape[1])
 
     def whole(self, master: Tensor) -> Tensor:
         if not isinstance(master, DTensor):

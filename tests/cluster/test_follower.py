@@ -57,9 +57,8 @@ def test_an_error_of_a_run_is_an_answer_and_a_bug_is_not() -> None:
 
 def restored(crew: Crew, folder: str) -> Any:
     """A learner of two ranks is saved, trained no further, and restored into another one."""
-    from tests.cluster.test_leader import TOML
-
     from qarl.build import build, build_follower
+    from tests.cluster.test_leader import TOML
 
     if not crew.leads:
         return build_follower(TOML, crew).obey()

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from qarl.cluster.crew import Crew
 from qarl.cluster.masters import ShardedMasters
@@ -47,6 +48,7 @@ def norms(crew: Crew, sick: bool) -> tuple[list[float], float]:
     with masters.gradients(matrix) as (buffer,):
         buffer += 0.5
     gain.grad = torch.full((4,), 1.0 + crew.rank)
+    assert isinstance(matrix.grad, DTensor)
     if sick and crew.rank == 1:
         matrix.grad.to_local()[0, 0] = math.nan
     ranks.add_up([matrix, gain])
