@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from qarl.cluster.crew import STOP, Crew, Fault, follow
 from qarl.cluster.launch import end, record
-from qarl.cluster.leader import own_completions, part_of
+from qarl.cluster.leader import share_of
 from qarl.errors import ConfigurationError, RunError
 from qarl.learner.learner import LocalLearner
 from qarl.metrics import Metrics
@@ -54,11 +54,7 @@ class Follower:
         self, groups: Sequence[Group], sampling: Sampling, seed: tuple[int, ...]
     ) -> tuple[list[Completion], Metrics]:
         """This rank's completions, given up where the leader no longer waits for them."""
-        rank, ranks = self._crew.rank, self._crew.count
-        part = self._engine.resume(
-            part_of(groups, rank, ranks), sampling, seed, stop=lambda finished, total: self._crew.is_called_off()
-        )
-        return own_completions(part, groups, rank, ranks), self._engine.metrics()
+        return share_of(self._crew, self._engine, groups, sampling, seed, lambda *_: self._crew.is_called_off())
 
     def load(self, version: int, checksum: str) -> None:
         """Serve what the learner here published. RunError where that is not what the leader's did."""

@@ -18,7 +18,7 @@ from qarl.cluster.ranks import CrewRanks
 from qarl.learner.learner import LocalLearner
 from qarl.metrics import Metrics, Sum, merge
 from qarl.records import Advantages, Completion, Group, Prompt, Sampling, Snapshot
-from qarl.rollout.native import NativeEngine, unstarted
+from qarl.rollout.native import NativeEngine, Stop, unstarted
 
 
 class LeadingEngine:
@@ -41,10 +41,9 @@ class LeadingEngine:
         bare = [replace(prompt, text="", row={}) for prompt in prompts]
         groups = unstarted(bare, group_size)
         with self._crew.order("generate", groups, sampling, seed) as answers:
-            own = self._engine.resume(part_of(groups, self._crew.rank, self._crew.count), sampling, seed)
-        found = [own_completions(own, groups, self._crew.rank, self._crew.count), *(one for one, _ in answers)]
-        self._metrics = merge([self._engine.metrics(), *(metrics for _, metrics in answers)])
-        completions = iter([completion for part in found for completion in part])
+            own = share_of(self._crew, self._engine, groups, sampling, seed)
+        self._metrics = merge(metrics for _, metrics in [own, *answers])
+        completions = iter([completion for made, _ in [own, *answers] for completion in made])
         return [Group(prompt, tuple(next(completions) for _ in range(group_size))) for prompt in prompts]
 
     def load(self, snapshot: Snapshot) -> None:
@@ -111,6 +110,21 @@ class LeadingRanks(CrewRanks):
         return whole
 
 
+def share_of(
+    crew: Crew,
+    engine: NativeEngine,
+    groups: Sequence[Group],
+    sampling: Sampling,
+    seed: tuple[int, ...],
+    stop: Stop | None = None,
+) -> tuple[list[Completion], Metrics]:
+    """This rank's completions of unfinished groups, and what its engine measured."""
+    part = part_of(groups, crew.rank, crew.count)
+    if not part:
+        return [], {}
+    return own_completions(part, engine.resume(part, sampling, seed, stop)), engine.metrics()
+
+
 def part_of(groups: Sequence[Group], rank: int, ranks: int) -> list[Group]:
     """What a rank's engine is given of unfinished groups: its own completions, all others finished.
 
@@ -127,12 +141,11 @@ def part_of(groups: Sequence[Group], rank: int, ranks: int) -> list[Group]:
     return [group for group in marked if group.prompt.id in prompts]
 
 
-def own_completions(part: Sequence[Group], groups: Sequence[Group], rank: int, ranks: int) -> list[Completion]:
-    """The completions that a rank made of its `part_of` these groups, in order."""
-    asked = part_of(groups, rank, ranks)
+def own_completions(part: Sequence[Group], made_of: Sequence[Group]) -> list[Completion]:
+    """The completions that a rank made of its `part`, in order."""
     return [
         made
-        for before, after in zip(asked, part, strict=True)
+        for before, after in zip(part, made_of, strict=True)
         for old, made in zip(before.completions, after.completions, strict=True)
         if old.finish_reason == "aborted"
     ]

@@ -133,8 +133,9 @@ def test_a_follower_does_not_outlive_its_leader(ranks: list[Ranks], tmp_path: Pa
 
 def test_torchrun_reports_the_first_cause(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "qarl", "train", SMOKE]
-    broken = ["--run-dir", str(tmp_path), "--max_reward_error_share=0", "--rewards.0={type='python', function='x:y'}"]
-    found = subprocess.run([sys.executable, *command, *broken], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    sick = ["--run-dir", str(tmp_path), "--health.truncated={limit = 0.0, steps = 2, action = 'stop'}"]
+    found = subprocess.run([sys.executable, *command, *sick], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 1
     reason = next(line for line in found.stderr.splitlines() if line.startswith("qarl: "))
+    assert "stopped after step 2" in reason and "step-2 is the last checkpoint" in reason
     assert f"traceback : {reason.removeprefix('qarl: ')}" in found.stderr
