@@ -81,7 +81,7 @@ def test_a_whole_run_is_told_and_written_once(ranks: list[Ranks], tmp_path: Path
     assert (codes, error, follower) == ((0, 0), "", "")
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     assert all(row["mismatch/bit_equal"] == 1.0 for row in read_lines(tmp_path / "metrics.jsonl"))
-    assert (tmp_path / "run.log").read_text().count("run folder") == 1
+    assert (tmp_path / "run.log").read_text().count("INFO run folder") == 1
 
 
 def test_ctrl_c_saves_the_last_step_and_any_number_of_ranks_goes_on(ranks: list[Ranks], tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from qarl.build import build, build_follower
 from qarl.cluster.crew import STOP, Crew, Fault
 from qarl.cluster.follower import Follower
 from qarl.errors import RunError
+from qarl.recipe import parse_recipe
+from tests.cluster.test_leader import TOML
 
 
 class Told:
@@ -55,18 +60,35 @@ def test_an_error_of_a_run_is_an_answer_and_a_bug_is_not() -> None:
     assert crew.answers == [Fault("RunError", "stale")]
 
 
-def restored(crew: Crew, folder: str) -> Any:
-    """A learner of two ranks is saved, trained no further, and restored into another one."""
-    from qarl.build import build, build_follower
-    from tests.cluster.test_leader import TOML
-
+def differing(crew: Crew) -> Any:
+    """A token of the follower's has another log-probability than its learner finds."""
     if not crew.leads:
         return build_follower(TOML, crew).obey()
-    import tomllib
-    from pathlib import Path
+    system = build(parse_recipe(tomllib.loads(TOML), "test"), None, crew)
+    cast = system.cast
+    cast.engine.load(cast.learner.publish())
+    groups = cast.engine.generate(cast.prompts.take(0, 3), 3, system.plan.sampling, (0, 0))
+    groups[-1].completions[-1].engine_logprobs[0] += 0.5
+    try:
+        cast.learner.update(groups, [torch.tensor([1.0, -1.0, 0.5])] * 3)
+        words = "nothing"
+    except RunError as error:
+        words = str(error)
+    again = cast.engine.generate(cast.prompts.take(0, 3), 3, system.plan.sampling, (0, 0))
+    crew.dismiss()
+    return words, groups[-1].prompt.id, cast.learner.optimizer_steps, len(again)
 
-    from qarl.recipe import parse_recipe
 
+def test_a_bit_that_differs_on_a_follower_is_the_leaders_error_and_nothing_was_trained(pair) -> None:
+    words, prompt, steps, groups = pair(differing)[0]
+    assert "engine and learner promise equal log-probabilities" in words and f"the first of them {prompt};" in words
+    assert (steps, groups) == (0, 3)
+
+
+def restored(crew: Crew, folder: str) -> Any:
+    """A learner of two ranks is saved, trained no further, and restored into another one."""
+    if not crew.leads:
+        return build_follower(TOML, crew).obey()
     system = build(parse_recipe(tomllib.loads(TOML), "test"), None, crew)
     cast, plan = system.cast, system.plan
     cast.engine.load(cast.learner.publish())
