@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,6 +11,11 @@ from functools import partial
 import torch
 
 from qarl import __version__
+from qarl.cluster.crew import Crew
+from qarl.cluster.follower import Follower
+from qarl.cluster.leader import LeadersEngine, LeadingEngine, LeadingLearner, LeadingRanks
+from qarl.cluster.masters import ShardedMasters
+from qarl.cluster.ranks import CrewRanks
 from qarl.cluster.ray import Actors
 from qarl.doctor import scheme_kernels
 from qarl.errors import ConfigurationError
@@ -25,10 +31,10 @@ from qarl.ops.device import place
 from qarl.ops.kernels import compute_on, kernels
 from qarl.prompts import Renderer, SplitSource, describe_prompt
 from qarl.quant import QuantConfig, SchemePlan, plan_schemes, scheme_named
-from qarl.recipe import Recipe
+from qarl.recipe import Recipe, parse_recipe
 from qarl.records import Prompt, Sampling
 from qarl.rewards import Scorer
-from qarl.roles import Engine
+from qarl.roles import Advantage, Engine, PromptSource, Reward
 from qarl.rollout.config import EngineConfig, NativeEngineConfig, VllmEngineConfig
 from qarl.rollout.fleet import Fleet
 from qarl.rollout.native import NativeEngine
@@ -52,13 +58,14 @@ class System:
     warnings: tuple[str, ...] = ()
 
 
-def build(recipe: Recipe, progress: Progress | None = None) -> System:
+def build(recipe: Recipe, progress: Progress | None = None, crew: Crew | None = None) -> System:
     """Load the model and make every part; ConfigurationError for whatever cannot work, before any training.
 
-    `progress` is told (finished, all) completions during rollouts.
+    `progress` is told (finished, all) completions during rollouts. With a `crew`, which this process leads, engine and
+    learner are those of all its ranks.
     """
-    compute_on(place(recipe.device).device)
-    model = on_device(model_named(recipe.model))
+    compute_on(device_of(recipe, crew))
+    model = model_named(recipe.model)
     _check_context(recipe, model.config)
     renderer = recipe.prompts.renderer(model.tokenizer)
     source = recipe.prompts.build(renderer, recipe.seed)
@@ -66,7 +73,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     sampling = Sampling(recipe.sampling.temperature, recipe.sampling.max_new_tokens, stops)
     schemes = scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
     make_engine = partial(make_engine_of, recipe, model.config, model.sampleable, renderer.decode)
-    learner = local_learner(recipe, model, schemes)
+    learner = local_learner(recipe, model, schemes, crew)
     scorer = Scorer(recipe.rewards)
     # All that a step may ask, so that too few rows are found now.
     first = source.take(0, recipe.prompts_per_step * recipe.sampling.max_rounds)[0]
@@ -74,7 +81,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
     if isinstance(recipe.engine, NativeEngineConfig):
         make_engine().check_fit([first], sampling)
     return System(
-        cast=Cast(source, engine_of(recipe, make_engine, progress), scorer, recipe.advantage, learner),
+        cast=cast_of(source, engine_of(recipe, make_engine, progress), scorer, recipe.advantage, learner, crew),
         plan=Plan(
             recipe.seed,
             recipe.steps,
@@ -84,9 +91,50 @@ def build(recipe: Recipe, progress: Progress | None = None) -> System:
             recipe.sampling.max_rounds,
         ),
         questions=_held_out(recipe, source, sampling),
-        account=f"{describe(recipe, model, schemes, learner)}\n{describe_prompts(renderer, source.skipped, first)}",
+        account="\n".join(
+            [
+                describe(recipe, model, schemes, learner),
+                *([] if crew is None else [crew.describe(shards=recipe.learner.lora is None)]),
+                describe_prompts(renderer, source.skipped, first),
+            ]
+        ),
         warnings=(*_warnings(recipe, schemes), *source.warnings),
     )
+
+
+def build_follower(recipe: str, crew: Crew) -> Follower:
+    """What another rank than the leader needs of a run: a learner and, unless engines are elsewhere, an engine."""
+    resolved = parse_recipe(tomllib.loads(recipe), "the leader's recipe")
+    compute_on(device_of(resolved, crew))
+    model = model_named(resolved.model)
+    engine = None
+    if isinstance(resolved.engine, NativeEngineConfig) and resolved.cluster.engines == 0:
+        decode = resolved.prompts.renderer(model.tokenizer).decode
+        engine = NativeEngine(resolved.engine, model.config, model.sampleable, decode)
+    schemes = scheme_plan(model, resolved.scheme, resolved.quant, resolved.engine)
+    return Follower(crew, engine, local_learner(resolved, model, schemes, crew))
+
+
+def cast_of(
+    prompts: PromptSource,
+    engine: Engine,
+    reward: Reward,
+    advantage: Advantage,
+    learner: LocalLearner,
+    crew: Crew | None,
+) -> Cast:
+    """Who plays in the loop; of a crew, engine and learner are those of all ranks, or the leader's engine alone."""
+    if crew is None:
+        return Cast(prompts, engine, reward, advantage, learner)
+    # One that computes in this process has its like in every other.
+    led = LeadingEngine(crew, engine) if isinstance(engine, NativeEngine) else LeadersEngine(crew, engine)
+    return Cast(prompts, led, reward, advantage, LeadingLearner(crew, learner))
+
+
+def device_of(recipe: Recipe, crew: Crew | None) -> torch.device:
+    """Where this process computes; of a crew, every rank on a GPU of its own."""
+    device = place(recipe.device).device
+    return device if crew is None else crew.own_device(device)
 
 
 def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:
@@ -138,13 +186,23 @@ def make_engine_of(
     return VllmEngine(config, url, model, vocab_size, longest, decode, progress)
 
 
-def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> LocalLearner:
-    """A learner whose masters are the model's tensors."""
+def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew: Crew | None = None) -> LocalLearner:
+    """A learner whose masters are the model's tensors; of a `crew`'s, some rows of them, which take their place."""
     engine = recipe.engine
     with torch.device("meta"):
         is_native = isinstance(engine, NativeEngineConfig)
         rounds_kv = recipe.alignment == "auto" and isinstance(engine, NativeEngineConfig) and engine.kv_cache == "int8"
         decoder = Decoder(model.config, model.sampleable, rounds_kv)
+    ranks = None
+    if crew is not None:
+        ranks = LeadingRanks(crew) if crew.leads else CrewRanks(crew.exchange)
+    if crew is None or recipe.learner.lora is not None:  # the base of adapters is frozen, and whole on every rank
+        model = on_device(model)
+    else:
+        holder = ShardedMasters(crew.exchange, kernels().device)
+        decoder.held_by(holder)
+        for name in model.tensors:
+            model.tensors[name] = holder.shard(model.tensors[name])  # one by one, so that the whole ones go
     decoder.assign(model.tensors, requires_grad=True)
     return LocalLearner(
         recipe.learner,
@@ -160,6 +218,7 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan) -> Lo
         recipe.seed,
         recipe.model,
         shares_kernels=is_native,
+        ranks=ranks,
     )
 
 

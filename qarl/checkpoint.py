@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl.config import Config
@@ -28,6 +29,18 @@ from qarl.errors import ConfigurationError, RunError
 
 LATEST = "latest"
 METADATA = "metadata.json"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""The names that safetensors has for the numbers of a run's state."""
+
 _WRITING = ".tmp-"
 _REPLACED = ".old-"
 
@@ -236,18 +249,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(record.step, folder, record.metadata, record.score)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, flushed to the disk; they may not share memory. OSError when the disk refuses."""
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    try:
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(contiguous, path)
-        # The library leaves the file readable by its owner alone, whatever the umask says.
-        path.chmod(mode)
-    except SafetensorError as error:
-        # The library wraps what the operating system said; callers have one plan for a full disk, however it shows.
-        raise OSError(None, str(error), str(path)) from error
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None) -> None:
+    """Write tensors as safetensors, one at a time, flushed to the disk. OSError when the disk refuses.
+
+    A tensor that is not all in this process is read by `read` when it is written. (The library's own writer wants all
+    at once; the format is a length of 8 bytes, as much JSON, and the tensors' bytes.)
+    """
+    header: dict[str, JsonValue] = {}
+    end = 0
+    # The largest numbers first, as the library does, so that all are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = (read or tensors.__getitem__)(name).detach().cpu().contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     _flush(path)
 
 

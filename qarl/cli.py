@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, validators
 
 from qarl import __version__
+from qarl.cluster.launch import end, is_follower, leading, record
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.process import hash_alike, prepare
@@ -65,8 +66,14 @@ def train(
     dry_run: Annotated[bool, Flag, Parameter(help="Check everything and say what would happen.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model by a recipe."""
-    from qarl.recipe import load_recipe
+    """Train a model by a recipe; under `torchrun`, on all its processes."""
+    if is_follower():
+        from qarl.build import build_follower
+        from qarl.cluster.follower import serve
+
+        return serve(build_follower)
+
+    from qarl.recipe import load_recipe, to_toml
 
     resolved = load_recipe(recipe, overrides)
 
@@ -76,11 +83,10 @@ def train(
 
     start = run.open_run(resolved, recipe.stem, run_dir, resume)
     console = Console(sys.stderr if as_json else sys.stdout, start.step, resolved.steps)
-    system = build(resolved, console.rolling_out)
-    if dry_run:
-        result = run.dry_run(resolved, system, start, console)
-    else:
-        result = run.train(resolved, system, start, console)
+    with leading(to_toml(resolved), resolved.cluster) as crew:
+        system = build(resolved, console.rolling_out, crew)
+        act = run.dry_run if dry_run else run.train
+        result = act(resolved, system, start, console)
     if as_json:
         _answer(result, as_json)
 
@@ -292,7 +298,7 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 misused, 130 interrupted."""
     hash_alike()
     prepare()
-    sys.exit(run_command(sys.argv[1:]))
+    end(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -318,6 +324,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _refuse(reason: object, code: int) -> int:
+    record(str(reason))
     _progress(f"qarl: {reason}")
     return code
 

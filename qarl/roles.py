@@ -30,7 +30,8 @@ class PromptSource(Protocol):
 
 
 class Engine(Protocol):
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
@@ -78,8 +79,11 @@ class Objective(Protocol):
 class Learner(Protocol):
     """`optimizer_steps` counts changes of the weights: a failure before the next one leaves a state worth saving."""
 
-    version: int
-    optimizer_steps: int
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def optimizer_steps(self) -> int: ...
 
     def update(self, groups: Sequence[Group], advantages: Advantages) -> Metrics:
         """Train on one rollout batch (`updates_per_batch` optimizer steps)."""

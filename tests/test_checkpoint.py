@@ -433,6 +433,20 @@ def test_tensors_come_back_with_every_bit_shape_and_dtype(tmp_path: Path) -> Non
         )
 
 
+def test_a_tensor_that_is_elsewhere_is_read_when_it_is_written(tmp_path: Path) -> None:
+    known = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
+    asked = []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return known[name]
+
+    save_tensors(tmp_path / "a.safetensors", {name: torch.empty_like(x) for name, x in known.items()}, read)
+    back = load_tensors(tmp_path / "a.safetensors")
+    assert sorted(asked) == ["a", "b"]
+    assert back["a"].tolist() == [1.0, 2.0] and int(back["b"]) == 3
+
+
 def test_a_tensor_file_has_the_permissions_of_any_other(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     save_tensors(tmp_path / "a.safetensors", {"a": torch.ones(1)})

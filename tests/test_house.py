@@ -45,8 +45,8 @@ MAY_IMPORT = {
         "prompts": GROUND,
         "rewards": GROUND + " readings",
         "tracking": GROUND,
-        # Other processes; only its configuration is known to the recipe, and only `build` uses the rest.
-        "cluster": GROUND + " process rollout sync",
+        # Other processes: known to what wires, to what is called, and to the recipe for its configuration.
+        "cluster": GROUND + " interrupts process rollout learner optim sync models ops quant",
         # Parts of a run: what happens in it, what it leaves on disk, what it is configured by.
         "interrupts": "",
         "readings": GROUND,
@@ -68,7 +68,7 @@ MAY_IMPORT = {
         "serve": GROUND + " models rollout sync " + RUN,
         "doctor": GROUND + " ops quant",
         "process": "",
-        "cli": GROUND + " align assess bench doctor export process serve tracking " + RUN,
+        "cli": GROUND + " cluster align assess bench doctor export process serve tracking " + RUN,
         "__main__": "cli",
     }.items()
 }

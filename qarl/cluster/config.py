@@ -11,7 +11,9 @@ from qarl.config import Config
 
 
 class ClusterConfig(Config):
-    """Engines as Ray actors; `pip install 'qarl-llm[cluster]'`. Where a completion is made changes no bit of it."""
+    """Engines as Ray actors (`pip install 'qarl-llm[cluster]'`), where no bit of a completion changes; `timeout_s` is
+    also that of ranks, which `torchrun` starts.
+    """
 
     engines: int = Field(0, ge=0, description="Engines in processes of their own; 0: one, in the learner's process.")
     ray_address: str = Field(
@@ -25,8 +27,10 @@ class ClusterConfig(Config):
     timeout_s: float = Field(
         600.0,
         gt=0.0,
+        le=86400.0,
         description="Longest that a part of the cluster may give no sign of life, in seconds: while an engine starts "
-        "or loads weights until it is done, in a rollout until its next step.",
+        "or loads weights until it is done, in a rollout until its next step; a rank always, and within an update it "
+        "may keep others waiting no longer.",
     )
 
     @model_validator(mode="after")

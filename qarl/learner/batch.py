@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from math import isnan
 
 import torch
@@ -94,8 +94,40 @@ def split_evenly(shares: Sequence[Share], parts: int) -> list[list[Share]]:
     return [list(shares[a:b]) for a, b in pairwise(edges) if b > a]
 
 
+def divide(shares: Sequence[Share], parts: int) -> list[list[Share]]:
+    """Consecutive runs of completions, one per rank, of as nearly equal a number of packed tokens as can be.
+
+    A group that lies across an edge is divided, its prompt computed in each part. Some runs may be empty.
+    """
+    if parts == 1:
+        return [list(shares)]
+    flat = [(share, sample) for share in shares for sample in share.samples]
+    costs = [len(sample.completion) - 1 for _, sample in flat]
+    for index, (share, _) in enumerate(flat):
+        if index == 0 or flat[index - 1][0] is not share:
+            costs[index] += len(share.prompt.token_ids)
+    middles = [before + cost / 2 for before, cost in zip(accumulate(costs, initial=0), costs, strict=False)]
+    total = sum(costs) or 1
+    owners = [min(int(middle * parts / total), parts - 1) for middle in middles]
+    runs = ([one for one, owner in zip(flat, owners, strict=True) if owner == part] for part in range(parts))
+    return [_regrouped(run) for run in runs]
+
+
+def _regrouped(flat: Sequence[tuple[Share, Sample]]) -> list[Share]:
+    """Shares of these completions alone, neighbours of one group together."""
+    return [
+        Share(run[0][0].prompt, tuple(sample for _, sample in run))
+        for run in (list(members) for _, members in groupby(flat, key=lambda one: id(one[0])))
+    ]
+
+
 def micro_batches(shares: Sequence[Share], budget_tokens: int) -> list[MicroBatch]:
-    """Pack shares in order into micro-batches of at most `budget_tokens` packed tokens.
+    """Pack shares in order into micro-batches of at most `budget_tokens` packed tokens."""
+    return [pack(batch) for batch in planned(shares, budget_tokens)]
+
+
+def planned(shares: Sequence[Share], budget_tokens: int) -> list[list[Share]]:
+    """What each of `micro_batches` holds.
 
     A group that does not fit is divided, its prompt computed again in each part; a single completion longer
     than the budget goes alone.
@@ -116,7 +148,14 @@ def micro_batches(shares: Sequence[Share], budget_tokens: int) -> list[MicroBatc
             taken.append(sample)
             room -= cost
         batches[-1].append(Share(share.prompt, tuple(taken)))
-    return [pack(batch) for batch in batches if batch]
+    return [batch for batch in batches if batch]
+
+
+def idle() -> MicroBatch:
+    """The smallest micro-batch there is: for a rank that has nothing left to compute while others have."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    nothing = Completion(zero, torch.zeros(1), zero, "length", "")
+    return pack([Share(Prompt("idle", (0,), "", {}), (Sample(nothing, 0.0),))])
 
 
 def pack(shares: Sequence[Share]) -> MicroBatch:

@@ -1,5 +1,7 @@
 """The learner: packs rollouts, runs the aligned forward, the objective and the backward pass, steps, publishes.
 
+Where several ranks train one model, this is one rank's part of it (`ranks.py`).
+
 Its forward multiplies the very codes it published, so that what is trained is what was served. Shape letters:
 B completions, L longest completion, S scored tokens.
 """
@@ -13,7 +15,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +23,15 @@ from torch import Tensor
 from qarl.checkpoint import load_tensors, save_tensors
 from qarl.errors import ConfigurationError, RunError
 from qarl.learner.adapted import Adapted
-from qarl.learner.batch import MicroBatch, Share, micro_batches, shares_of, split_evenly, with_gradient
+from qarl.learner.batch import MicroBatch, Share, divide, idle, pack, planned, shares_of, split_evenly, with_gradient
 from qarl.learner.config import LearnerConfig
 from qarl.learner.mismatch import mismatch_metrics
+from qarl.learner.ranks import Alone, Ranks
 from qarl.metrics import Last, Mean, Metrics, Sum, merge
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.load import load_folder
+from qarl.models.parameters import EMBEDDING
 from qarl.models.save import save_folder
 from qarl.ops.device import moved
 from qarl.ops.head import token_logprobs
@@ -48,13 +52,17 @@ log = logging.getLogger("qarl")
 
 Alignment = Literal["auto", "none"]
 
+MASTER, STATE = "master:", "optimizer:"
+"""How the keys of `LocalLearner.state` begin, for a parameter and for a quantity of the optimizer's."""
+
 GRIDS: Mapping[str, IntegerFormat | None] = {"auto": INT16, "int8": INT8, "fp32": None}
 """What `learner.gradients` rounds gradients to."""
 
 
 class LocalLearner:
-    """One process, one model. `version` counts the rollout batches trained, `optimizer_steps` what this process made
-    of them. `shares_kernels`: the engine that samples computes with the operations of this learner.
+    """One model, on this process alone or on all `ranks`. `version` counts the rollout batches trained,
+    `optimizer_steps` what this process made of them. `shares_kernels`: the engine that samples computes with the
+    operations of this learner.
     """
 
     def __init__(
@@ -72,7 +80,9 @@ class LocalLearner:
         seed: int = 0,
         model_name: str = "",
         shares_kernels: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks: Ranks = Alone() if ranks is None else ranks
         self.config = config
         self.decoder = decoder
         self.objective = objective
@@ -109,13 +119,18 @@ class LocalLearner:
         """Train on one rollout batch in `updates_per_batch` optimizer steps, over consecutive prompts.
 
         Completions with a NaN advantage are left out. RunError when tokens are not of the current version, or
-        after too many updates in a row with a non-finite loss or gradient.
+        after too many updates in a row with a non-finite loss or gradient. Every rank is given the whole batch, takes
+        its part of it, and returns the metrics of all.
         """
         self._check_versions(groups)
         updates = split_evenly(shares_of(groups, advantages), self.config.updates_per_batch)
         # What is skipped still counts in the loss's denominators: the gradient is that of all groups.
         computed = [with_gradient(shares) for shares in updates] if self._skips_equal_groups() else updates
-        batches = [self._micro_batches(shares) for shares in computed]
+        plans = [
+            [planned(part, self.config.micro_batch_tokens) for part in divide(shares, self.ranks.count)]
+            for shares in computed
+        ]
+        batches = [[self._packed(part) for part in plan[self.ranks.index]] for plan in plans]
         old = self._old_logprobs(batches)
         reports: list[Metrics] = []
         if not updates:
@@ -123,7 +138,8 @@ class LocalLearner:
             reports.append({"optim/grad_norm": Mean(0.0, 1.0)})
         published = self._snapshot
         for index, (shares, micros) in enumerate(zip(updates, batches, strict=True)):
-            reports.append(self._optimizer_step(index, shares, micros, old[index]))
+            rounds = max(map(len, plans[index]))
+            reports.append(self._optimizer_step(index, shares, micros, old[index], rounds))
             self._snapshot = self._requantize()
         self.version += 1
         # Requantizing made this snapshot before the batch counted as trained.
@@ -138,11 +154,20 @@ class LocalLearner:
         config = self.decoder.config
         if self._adapted is None:
             masters = {name: parameter.detach() for name, parameter in self.decoder.named_parameters()}
-            save_folder(folder / "model", config, masters, self.tokenizer, stop_token_ids=self.stop_token_ids)
+            save_folder(
+                folder / "model",
+                config,
+                masters,
+                self.tokenizer,
+                stop_token_ids=self.stop_token_ids,
+                read=lambda name: self.ranks.fetch(f"{MASTER}{name}", masters[name]),
+            )
         else:
             self._adapted.save(folder / "adapter", self._snapshot)
         tensors, scalars = self.optimizer.export_state()
-        save_tensors(folder / "optimizer.safetensors", tensors)
+        save_tensors(
+            folder / "optimizer.safetensors", tensors, lambda name: self.ranks.fetch(f"{STATE}{name}", tensors[name])
+        )
         state = {
             "version": self.version,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -155,29 +180,47 @@ class LocalLearner:
 
     def restore(self, folder: Path) -> None:
         """Go on from what `save` wrote. RunError when it belongs to another model, base, KL reference or optimizer."""
+        self.take_over(*self.read(folder))
+
+    def read(self, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What `save` wrote, counters and tensors by key, checked as `restore` does; nothing is changed."""
         state = json.loads((folder / "learner.json").read_text())
         if self._adapted is None:
-            config, tensors = load_folder(folder / "model")
+            config, trained = load_folder(folder / "model")
         else:
             config = ModelConfig.from_hf(state["model"], str(folder / "learner.json"))
-            tensors = self._adapted.read(folder / "adapter")
+            trained = self._adapted.read(folder / "adapter")
         self._check_same_model(folder, config, state["started_with"])
-        self.optimizer.import_state(load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
-        with torch.no_grad():
-            for name, parameter in self.trained().items():
-                if parameter.shape != tensors[name].shape:
-                    raise RunError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, the model another")
-                parameter.copy_(tensors[name])
+        for name, parameter in self.trained().items():
+            if parameter.shape != trained[name].shape:
+                raise RunError(f"{folder}: {name} has shape {tuple(trained[name].shape)}, the model another")
+        of_optimizer = load_tensors(folder / "optimizer.safetensors")
+        self.optimizer.check_state(of_optimizer, state["optimizer"])
+        tensors = {f"{MASTER}{name}": tensor for name, tensor in trained.items()}
+        return state, tensors | {f"{STATE}{name}": tensor for name, tensor in of_optimizer.items()}
+
+    @torch.no_grad()
+    def take_over(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Be what `read` read, on every rank; `tensors` are empty on ranks that do not lead."""
+        self.optimizer.allocate_state(state["optimizer"])
+        for key, tensor in self.state().items():
+            self.ranks.place(tensors.get(key), tensor)
         self.version, self.skipped_in_a_row = state["version"], state["skipped_in_a_row"]
         self._snapshot = self._requantize()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training changes, by key; live tensors, of which a rank may hold a part."""
+        masters = {f"{MASTER}{name}": parameter.detach() for name, parameter in self.trained().items()}
+        of_optimizer, _ = self.optimizer.export_state()
+        return masters | {f"{STATE}{name}": tensor for name, tensor in of_optimizer.items()}
 
     def logprobs(self, micro: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the scored tokens [S] under what this learner would train."""
         return score(self.decoder, micro, self.temperature, self.config, entropy_gradient)
 
-    def _micro_batches(self, shares: Sequence[Share]) -> list[MicroBatch]:
-        """Packed within the budget, where the decoder computes."""
-        return [moved(micro, self.decoder.device) for micro in micro_batches(shares, self.config.micro_batch_tokens)]
+    def _packed(self, shares: Sequence[Share]) -> MicroBatch:
+        """A micro-batch where the decoder computes."""
+        return moved(pack(shares), self.decoder.device)
 
     def _check_same_model(self, folder: Path, config: ModelConfig, started_with: str) -> None:
         """RunError where weights would go on in another network, or be held to another reference."""
@@ -201,10 +244,11 @@ class LocalLearner:
         if self._adapted is not None:
             return self._adapted.publish(self.version)
         snapshot = take_snapshot(self.decoder, self.schemes, self.version)
+        table = snapshot.tensors[EMBEDDING]
         if self.alignment == "none":
-            self.decoder.serve_masters()
+            self.decoder.serve_masters(table)
         else:
-            self.decoder.serve(operands_of(self.decoder, snapshot))
+            self.decoder.serve(operands_of(self.decoder, snapshot), table)
         return snapshot
 
     def _refuse_ignored_rounding(self) -> None:
@@ -256,9 +300,9 @@ class LocalLearner:
             return [[micro.frame(self.logprobs(micro)[0]) for micro in micros] for micros in batches]
 
     def _optimizer_step(
-        self, index: int, shares: Sequence[Share], micros: Sequence[MicroBatch], old: Sequence[Tensor]
+        self, index: int, shares: Sequence[Share], micros: Sequence[MicroBatch], old: Sequence[Tensor], rounds: int
     ) -> Metrics:
-        """The update with this index in its batch."""
+        """The update with this index in its batch; `rounds` micro-batches are those of the rank with the most."""
         self.optimizer.zero_grad()
         num_sequences = sum(len(share.samples) for share in shares)
         num_tokens = sum(len(sample.completion) for share in shares for sample in share.samples)
@@ -266,7 +310,10 @@ class LocalLearner:
         for place, (micro, old_BL) in enumerate(zip(micros, old, strict=True)):
             self._round_gradients(index, place)
             reports.append(self._accumulate(micro, old_BL, num_sequences, num_tokens, is_first=index == 0))
-        found = merge([*reports, self._step()])
+        for place in range(len(micros), rounds):
+            self._round_gradients(index, place)
+            self._stand_by()
+        found = merge([self.ranks.merged(merge(reports)), self._step()])
         if "objective/loss" in found:
             # The shares are added up to this update's loss: of several updates the mean is reported.
             found["objective/loss"] = Mean(found["objective/loss"].value(), 1.0)
@@ -275,6 +322,7 @@ class LocalLearner:
     def _round_gradients(self, update: int, micro_batch: int) -> None:
         """Choose how the next backward pass rounds: dither is new in every pass, and the same in a resumed run."""
         grid = GRIDS[self.config.gradients]
+        micro_batch = micro_batch * self.ranks.count + self.ranks.index
         for projection in self.decoder.projections():
             seed = dither_seed(self.version, update, micro_batch, projection.names[0])
             projection.rounding = None if grid is None else Rounding(grid, seed)
@@ -300,22 +348,27 @@ class LocalLearner:
             )
         )
         engine_S, is_exact = micro.engine_BL[micro.mask_BL], self._is_exact()
-        if is_exact and is_first:
-            self._require_equal(micro, new_S.detach(), engine_S)
+        self.ranks.agree(self._unequal(micro, new_S.detach(), engine_S) if is_exact and is_first else None)
         report.loss.backward()
         if is_exact and not is_first:
             return report.metrics  # the weights have moved since the rollout: this is no mismatch
         learner_S = new_S.detach() if is_exact else old_BL[micro.mask_BL]
         return report.metrics | mismatch_metrics(learner_S, engine_S)
 
-    def _require_equal(self, micro: MicroBatch, learner_S: Tensor, engine_S: Tensor) -> None:
-        """RunError unless the bits agree: the engine's log-probabilities are taken for the old policy's."""
+    def _stand_by(self) -> None:
+        """Add nothing to any gradient, in the steps in which other ranks add theirs."""
+        new_S, _ = self.logprobs(moved(idle(), self.decoder.device))
+        self.ranks.agree(None)
+        (new_S.sum() * 0.0).backward()
+
+    def _unequal(self, micro: MicroBatch, learner_S: Tensor, engine_S: Tensor) -> RunError | None:
+        """What to say unless the bits agree: the engine's log-probabilities are taken for the old policy's."""
         differs_S = learner_S != engine_S
         if not bool(differs_S.any()):
-            return
+            return None
         largest = float((learner_S - engine_S).abs().max())
         prompts = dict.fromkeys(micro.prompt_ids[sequence] for sequence in micro.sequence_S[differs_S].tolist())
-        raise RunError(
+        return RunError(
             f"version {self.version}: engine and learner promise equal log-probabilities, but of {len(engine_S)} "
             f"tokens {int(differs_S.sum())} differ, by up to {largest:.3g}, in completions of {len(prompts)} prompts, "
             f"the first of them {next(iter(prompts))}; `qarl align` finds the layer. Nothing was trained on them"
@@ -331,7 +384,8 @@ class LocalLearner:
         """Clip and step, unless the gradient is not finite: then skip, and stop the run after too many."""
         factor = self.config.schedule(self.version, self.total_steps)
         self.optimizer.set_lr(factor)
-        norm = clip_grad_norm(self.trained().values(), self.config.max_grad_norm)
+        self.ranks.add_up(self.trained().values())
+        norm = clip_grad_norm(self.trained().values(), self.config.max_grad_norm, self.ranks.norm_of)
         is_finite = math.isfinite(norm)
         if is_finite:
             self.optimizer_steps += 1

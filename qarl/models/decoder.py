@@ -22,6 +22,7 @@ from qarl.ops.device import HOST, moved
 from qarl.ops.embedding import embedding
 from qarl.ops.head import Head, logits
 from qarl.ops.linear import Norm, Projection
+from qarl.ops.masters import WHOLE, Masters
 from qarl.ops.operand import Operand, operand_of
 from qarl.ops.reference import KVStore, Spans
 
@@ -179,6 +180,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rounds_kv = rounds_kv
         self.head_operand: Operand | None = None
+        self.holder: Masters = WHOLE
+        self._table: Tensor | None = None
         self._rotation: Rotation | None = None
 
     @property
@@ -201,6 +204,12 @@ class Decoder(nn.Module):
             assert getattr(module, leaf).shape == tensor.shape, f"{name}: shape {tuple(tensor.shape)}"
             setattr(module, leaf, nn.Parameter(tensor, requires_grad=requires_grad))
 
+    def held_by(self, holder: Masters) -> None:
+        """Say who holds the masters; without this, they are all here."""
+        self.holder = holder
+        for projection in self.projections():
+            projection.holder = holder
+
     def projections(self) -> list[Projection]:
         """Every group of sibling matrices but the head, in the order of the forward."""
         return [projection for layer in self.layers for projection in layer.projections()]
@@ -214,8 +223,12 @@ class Decoder(nn.Module):
         ]
         return [*found, (HEAD, (self.vocab_size, self.config.hidden_size))]
 
-    def serve(self, operands: Mapping[str, Operand]) -> None:
-        """Multiply with these from now on; one per projection (keyed by its first name) and one for the head."""
+    def serve(self, operands: Mapping[str, Operand], table: Tensor | None = None) -> None:
+        """Multiply with these from now on; one per projection (keyed by its first name) and one for the head.
+
+        Embeddings are read from `table` [V, D], where their master is not all here.
+        """
+        self._table = table
         for projection in self.projections():
             projection.operand = operands[projection.names[0]]
         self.head_operand = operands[HEAD]
@@ -244,7 +257,7 @@ class Decoder(nn.Module):
 
     def embeddings(self, token_ids_T: Tensor) -> Tensor:
         """[T, D] of these tokens."""
-        return embedding(token_ids_T, self.model.embed_tokens.weight)
+        return embedding(token_ids_T, self.model.embed_tokens.weight, self._table, self.holder)
 
     def hidden(
         self, token_ids_T: Tensor, positions_T: Tensor, spans: Spans, longest: int, recompute: bool = False
@@ -276,7 +289,10 @@ class Decoder(nn.Module):
     def head(self) -> Head:
         """The output projection as served."""
         assert self.head_operand is not None, "no weights are served yet"
-        return Head(self.head_operand, self.model.norm.as_operand(), self.head_weight())
+        weight = self.head_weight()
+        is_table = self.config.tie_embeddings and self._table is not None
+        values = self._table if is_table else self.holder.values(weight)
+        return Head(self.head_operand, self.model.norm.as_operand(), weight, values, self.holder)
 
     @torch.no_grad()
     def full_logits(self, token_ids_T: Tensor) -> Tensor:
@@ -289,13 +305,15 @@ class Decoder(nn.Module):
         found = [*(projection.operand for projection in self.projections()), self.head_operand]
         return [operand for operand in found if operand is not None]
 
-    def serve_masters(self) -> None:
-        """Serve the full-precision masters themselves (scheme `none`)."""
+    def serve_masters(self, table: Tensor | None = None) -> None:
+        """Serve the full-precision masters themselves (scheme `none`); `table` as of `serve`."""
+        whole = self.holder.whole
         operands = {
-            p.names[0]: operand_of([linear.weight.detach() for linear in p.linears], [x.bias for x in p.linears])
+            p.names[0]: operand_of([whole(linear.weight) for linear in p.linears], [x.bias for x in p.linears])
             for p in self.projections()
         }
-        self.serve(operands | {HEAD: operand_of([self.head_weight().detach()[: self.vocab_size]], [None])})
+        head = table if self.config.tie_embeddings and table is not None else whole(self.head_weight())
+        self.serve(operands | {HEAD: operand_of([head[: self.vocab_size]], [None])}, table)
 
 
 def one_sequence(length: int) -> Spans:

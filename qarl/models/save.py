@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,17 +35,18 @@ def save_folder(
     stop_token_ids: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write config.json, safetensors (in shards of at most `shard_bytes`, each at least one tensor) and the tokenizer.
 
     Weights are rounded to `dtype`. Everything is written beside `path` and renamed at the end, so that `path` is either
-    whole or absent. Raises ConfigurationError when `path` exists and is not an empty folder, OSError when the disk
-    refuses.
+    whole or absent. A tensor that is not all in this process is read by `read` when its file is written. Raises
+    ConfigurationError when `path` exists and is not an empty folder, OSError when the disk refuses.
     """
     shapes = parameter_shapes(config)
     check_names(tensors, shapes, str(path))
     in_order = {name: tensors[name] for name in shapes}
-    write_folder(path, config, in_order, tokenizer, stop_token_ids, dtype, shard_bytes=shard_bytes)
+    write_folder(path, config, in_order, tokenizer, stop_token_ids, dtype, shard_bytes=shard_bytes, read=read)
 
 
 def write_folder(
@@ -58,11 +59,12 @@ def write_folder(
     *,
     also_in_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """`save_folder` of any tensors, as they are where `dtype` is None, and with more keys in config.json."""
     with new_folder(path) as aside:
         _write_configs(aside, config, tokenizer, stop_token_ids, dtype or torch.float32, also_in_config or {})
-        _write_weights(aside, tensors, dtype, shard_bytes)
+        _write_weights(aside, tensors, dtype, shard_bytes, read or tensors.__getitem__)
         if tokenizer is not None:
             _write_tokenizer(aside, tokenizer)
 
@@ -109,14 +111,20 @@ def _write_configs(
         _write_json(folder / "generation_config.json", special)
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, shard_bytes: int) -> None:
+def _write_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    read: Callable[[str], Tensor],
+) -> None:
     sizes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
     shards = _split(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        rounded = {name: tensors[name].detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
+        rounded = {name: read(name).detach().to("cpu", dtype or tensors[name].dtype).contiguous() for name in names}
         write_tensors(folder / file, rounded)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

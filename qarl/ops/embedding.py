@@ -11,24 +11,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qarl.ops.gradient import gradient_of
+from qarl.ops.masters import WHOLE, Masters
 
 
-def embedding(token_ids_T: Tensor, weight_VD: Tensor) -> Tensor:
-    """The tokens' rows [T, D]. The gradient touches those rows alone, not a tensor as large as the vocabulary."""
-    return _Embed.apply(token_ids_T, weight_VD)  # type: ignore[no-any-return]
+def embedding(token_ids_T: Tensor, weight: Tensor, table_VD: Tensor | None = None, holder: Masters = WHOLE) -> Tensor:
+    """The tokens' rows [T, D]. The gradient touches those rows alone, not a tensor as large as the vocabulary.
+
+    They are read from `table_VD`, where the master `weight` is not all in memory here; `holder` is who holds it.
+    """
+    table_VD = weight.detach() if table_VD is None else table_VD
+    return _Embed.apply(holder, token_ids_T, table_VD, weight)  # type: ignore[no-any-return]
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, holder: Masters, token_ids: Tensor, table: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(token_ids)
-        ctx.weight = weight
-        return torch.nn.functional.embedding(token_ids, weight)
+        ctx.holder, ctx.weight = holder, weight
+        return torch.nn.functional.embedding(token_ids, table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None, None, None]:
         (token_ids,) = ctx.saved_tensors
-        gradient_of(ctx.weight).index_add_(0, token_ids, grad_TD)
-        return None, None
+        ctx.holder.add_rows(ctx.weight, token_ids, grad_TD)
+        return None, None, None, None

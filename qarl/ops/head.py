@@ -7,6 +7,8 @@ Shape letters: T rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
 from qarl.ops.linear import Norm, prepare_rows
-from qarl.ops.operand import COLUMNS, Operand
+from qarl.ops.masters import WHOLE, Masters
+from qarl.ops.operand import COLUMNS, Operand, Rows
 from qarl.ops.reference import Scores
 
 LARGEST_BLOCK = 4096
@@ -29,12 +31,14 @@ class Head:
     """The output projection with the final norm in front of it.
 
     `weight` is the master, which gets its gradient unless it is frozen; it may have more rows than the operand, which
-    is then its first rows.
+    is then its first rows. `values` are those of the master, where they are in memory here; `holder` is who holds it.
     """
 
     operand: Operand
     norm: Norm
     weight: Tensor
+    values: Tensor | None = None
+    holder: Masters = WHOLE
 
 
 def logits(head: Head, hidden_TD: Tensor) -> Tensor:
@@ -52,15 +56,13 @@ def token_logprobs(
     a time than `chunk` rows have. The engine's sampling uses the same sums in the same order, so equal hidden states
     give equal bits.
     """
-    call = _Call(head.operand, head.weight, head.norm.eps, 1.0 / temperature, chunk, entropy_gradient)
+    call = _Call(head, 1.0 / temperature, chunk, entropy_gradient)
     return _TokenLogprobs.apply(call, hidden_TD, targets_T, head.norm.gain, head.weight)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    operand: Operand
-    weight: Tensor
-    eps: float
+    head: Head
     inverse_temperature: float
     chunk: int
     entropy_gradient: bool
@@ -71,11 +73,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, hidden: Tensor, targets: Tensor, gain: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        norm = Norm(gain, call.eps)
+        operand, norm = call.head.operand, Norm(gain, call.head.norm.eps)
         found = Scores(*(hidden.new_empty(len(hidden)) for _ in range(4)))
         for first in range(0, len(hidden), call.chunk):
             at = slice(first, first + call.chunk)
-            chunk_logits = call.operand.product(prepare_rows(call.operand, "norm", hidden[at], norm), None)
+            chunk_logits = operand.product(prepare_rows(operand, "norm", hidden[at], norm), None)
             scores = kernels().token_logprobs(chunk_logits, targets[at], call.inverse_temperature)
             for whole, part in zip(found, scores, strict=True):
                 whole[at] = part
@@ -89,25 +91,41 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
+        head = call.head
         hidden, targets, gain, *saved = ctx.saved_tensors
-        scores = Scores(*saved)
-        rows = prepare_rows(call.operand, "norm", hidden, Norm(gain, call.eps))
-        rows_TD = call.operand.rows_as_float(rows)
-        grad_weight = gradient_of(call.weight) if call.weight.requires_grad else None
-        grad_rows = torch.zeros_like(hidden)
-        grad_T, of_entropy = grad_T.contiguous(), grad_entropy_T.contiguous() if call.entropy_gradient else None
-        served = call.operand.height
-        width = vocabulary_block(len(hidden), served, call.chunk)
-        for first in range(0, served, width):
-            some = range(first, min(first + width, served))
-            operand = call.operand.outputs(some)
-            grads = operand.product(rows, None)
-            kernels().logits_gradient_(grads, targets - first, scores, grad_T, of_entropy, call.inverse_temperature)
-            grad_rows.addmm_(grads, operand.dense(call.weight[first:]))
-            if grad_weight is not None:
-                grad_weight[first : some.stop].addmm_(grads.t(), rows_TD)
-        grad_hidden, grad_gain = kernels().rms_norm_backward(grad_rows, hidden, gain, call.eps)
+        rows = prepare_rows(head.operand, "norm", hidden, Norm(gain, head.norm.eps))
+        of_entropy = grad_entropy_T.contiguous() if call.entropy_gradient else None
+        frozen: AbstractContextManager[Sequence[Tensor | None]] = nullcontext([None])
+        with head.holder.gradients(head.weight) if head.weight.requires_grad else frozen as (grad_weight,):
+            scores, grad_T = Scores(*saved), grad_T.contiguous()
+            grad_rows = _add_gradients(call, rows, targets, scores, grad_T, of_entropy, grad_weight)
+        grad_hidden, grad_gain = kernels().rms_norm_backward(grad_rows, hidden, gain, head.norm.eps)
         return None, grad_hidden, None, grad_gain, None
+
+
+def _add_gradients(
+    call: _Call,
+    rows: Rows,
+    targets_T: Tensor,
+    scores: Scores,
+    grad_T: Tensor,
+    of_entropy_T: Tensor | None,
+    grad_weight_VD: Tensor | None,
+) -> Tensor:
+    """Gradient of the product's rows [T, D]; that of the weight is added to `grad_weight_VD`, unless it is frozen."""
+    whole, values = call.head.operand, call.head.values
+    rows_TD = whole.rows_as_float(rows)
+    grad_rows_TD = torch.zeros_like(rows_TD)
+    width = vocabulary_block(len(rows_TD), whole.height, call.chunk)
+    for first in range(0, whole.height, width):
+        some = range(first, min(first + width, whole.height))
+        operand = whole.outputs(some)
+        grads = operand.product(rows, None)
+        kernels().logits_gradient_(grads, targets_T - first, scores, grad_T, of_entropy_T, call.inverse_temperature)
+        grad_rows_TD.addmm_(grads, operand.dense(None if values is None else values[first:]))
+        if grad_weight_VD is not None:
+            grad_weight_VD[first : some.stop].addmm_(grads.t(), rows_TD)
+    return grad_rows_TD
 
 
 def vocabulary_block(rows: int, vocabulary: int, chunk: int) -> int:

@@ -4,7 +4,7 @@ The backward pass is straight-through: rounding counts as identity, so with y = 
 dL/dx = dy @ dequant(w_q) and dL/dw = dy^T @ dequant(x_q) (arXiv 2604.07853; Bengio et al. 2013, arXiv 1308.3432).
 Integer schemes fold the scales into dy, round it a row or a column, and multiply the codes themselves: with 16 bits,
 three times faster than fp32 and with a relative error of about 1e-4 (docs/performance.md). Gradients of masters are
-added to their `.grad` by the operation itself (`gradient.py`).
+added where `masters.py` says by the operation itself.
 Shape letters: T rows, K in, N out.
 """
 
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from qarl.ops.adapter import Adapter, LowRank
 from qarl.ops.gradient import gradient_of
 from qarl.ops.kernels import kernels
+from qarl.ops.masters import WHOLE, Masters
 from qarl.ops.operand import Operand, Rows
 from qarl.ops.reference import Rounding
 from qarl.quant.formats import INT8
@@ -40,7 +41,7 @@ class Projection:
     `linears` hold the master weights (on the meta device in an engine); `operand` is what is multiplied and
     is set whenever a new version is served. Integer schemes compute their backward pass on the codes too, the incoming
     gradient rounded as `rounding` says; in fp32 if that is None. `adapter`, where there is one, is served beside the
-    operand, and `low_rank` are its masters, one for each linear layer that has one.
+    operand, and `low_rank` are its masters, one for each linear layer that has one. `holder` is who holds the others.
     """
 
     def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
@@ -50,6 +51,7 @@ class Projection:
         self.rounding: Rounding | None = Rounding()
         self.adapter: Adapter | None = None
         self.low_rank: tuple[LowRank | None, ...] = (None,) * len(self.linears)
+        self.holder: Masters = WHOLE
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K] to [T, N], plus `residual`."""
@@ -90,18 +92,18 @@ class Projection:
         return _Call(self, self.operand, self.adapter, prologue, eps)
 
     def gated_backward(self, gate_up: Tensor, grad_TN: Tensor) -> Tensor:
-        """Gradient of `of_gated` with respect to gate_up, without its product; the masters' are added to `.grad`."""
+        """Gradient of `of_gated` with respect to gate_up, without its product; the masters' are added up."""
         grad_rows = self._call("gated", 0.0).rows_backward(gate_up, None, None, grad_TN)
         return kernels().gated_backward(grad_rows, gate_up)
 
     def add_gradients(self, operand: Operand, rows: Rows, grad_TN: Tensor) -> None:
-        """Add the gradients of weights and biases to their `.grad`."""
-        weights = [gradient_of(linear.weight) for linear in self.linears]
-        grads = grad_TN.split([len(weight) for weight in weights], 1)
+        """Add up the gradients of weights and biases."""
+        grads = grad_TN.split([len(linear.weight) for linear in self.linears], 1)
         for linear, grad in zip(self.linears, grads, strict=True):
             if linear.bias is not None:
                 gradient_of(linear.bias).add_(grad.sum(0))
-        operand.add_grad_weight(grad_TN, rows, weights, self.rounding)
+        with self.holder.gradients(*(linear.weight for linear in self.linears)) as weights:
+            operand.add_grad_weight(grad_TN, rows, weights, self.rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,9 @@ from qarl.config import Config
 from qarl.errors import RunError
 from qarl.optim.groups import Method, ParameterGroup, Treatment, describe, group_parameters
 
+COUNT = "step"
+"""The one quantity of an optimizer's state that is not shaped like its parameter: how many steps were made."""
+
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -148,22 +151,34 @@ class NamedOptimizer:
         saved = SavedState(optimizer=self.kind, lr_factor=self._factor, parameters=layout)
         return tensors, saved.model_dump(mode="json")
 
-    def import_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, JsonValue]) -> None:
-        """Take over what `export_state` returned; tensors are copied to each parameter's device.
-
-        Raises RunError, before anything is changed, when the optimizer's type, a name, a shape or a dtype differs.
+    def check_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, JsonValue]) -> None:
+        """RunError when this is not what `export_state` of the same optimizer over the same parameters returned: when
+        the optimizer's type, a name, a shape or a dtype differs.
         """
-        try:
-            saved = SavedState.model_validate(dict(scalars))
-        except ValidationError as error:
-            raise RunError(f"optimizer state cannot be read: {error.errors()[0]['msg']}") from error
-        self._check_same(saved, tensors)
+        self._check_same(_saved(scalars), tensors)
+
+    def allocate_state(self, scalars: Mapping[str, JsonValue]) -> None:
+        """Have every quantity that was saved, as zeros; what `export_state` returns then is to be filled."""
+        saved = _saved(scalars)
         for optimizer, name, parameter in self._slots():
             quantities = saved.parameters[name].quantities
             optimizer.state[parameter] = {
-                quantity: tensors[f"{name}.{quantity}"].to(parameter.device, copy=True) for quantity in quantities
+                quantity: torch.zeros((), device=parameter.device)
+                if quantity == COUNT
+                else torch.zeros_like(parameter.detach())
+                for quantity in quantities
             }
         self.set_lr(saved.lr_factor)
+
+    def import_state(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, JsonValue]) -> None:
+        """Take over what `export_state` returned; tensors are copied.
+
+        Raises RunError as `check_state` does, before anything is changed.
+        """
+        self.check_state(tensors, scalars)
+        self.allocate_state(scalars)
+        for key, tensor in self.export_state()[0].items():
+            tensor.copy_(tensors[key])
 
     def _slots(self) -> Iterable[tuple[torch.optim.Optimizer, str, Tensor]]:
         names = {parameter: name for group in self.groups for name, parameter in group.parameters.items()}
@@ -181,8 +196,7 @@ class NamedOptimizer:
         _refuse((_difference(name, ours[name], saved.parameters[name]) for name in ours), "does not fit:")
         expected = {f"{name}.{quantity}": name for name in ours for quantity in saved.parameters[name].quantities}
         _refuse(expected.keys() - tensors.keys(), "lacks tensors:")
-        # `step`, a count, is the one quantity that is not shaped like its parameter.
-        shaped = [(key, ours[name]) for key, name in expected.items() if not key.endswith(".step")]
+        shaped = [(key, ours[name]) for key, name in expected.items() if not key.endswith(f".{COUNT}")]
         _refuse((key for key, parameter in shaped if tensors[key].shape != parameter.shape), "has misshapen tensors:")
 
 
@@ -200,6 +214,13 @@ class SavedState(Config):
     optimizer: str
     lr_factor: float
     parameters: dict[str, SavedParameter]
+
+
+def _saved(scalars: Mapping[str, JsonValue]) -> SavedState:
+    try:
+        return SavedState.model_validate(dict(scalars))
+    except ValidationError as error:
+        raise RunError(f"optimizer state cannot be read: {error.errors()[0]['msg']}") from error
 
 
 def _torch_groups(groups: Sequence[ParameterGroup], method: Method) -> list[dict[str, Any]]:

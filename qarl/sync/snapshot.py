@@ -5,16 +5,19 @@ Shape letters: N output channels, K input features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qarl.errors import RunError
 from qarl.models.decoder import HEAD, Decoder
-from qarl.models.parameters import parameter_shapes
+from qarl.models.parameters import EMBEDDING, parameter_shapes
 from qarl.ops.linear import Projection
-from qarl.ops.operand import Operand, operand_of, quantize_weight
+from qarl.ops.masters import WHOLE, Masters
+from qarl.ops.operand import Operand, operand_of
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import Scheme, scheme_named
 from qarl.records import Snapshot
@@ -22,13 +25,14 @@ from qarl.sync.checksum import checksum, combine, digests
 
 
 class Published(Mapping[str, Tensor]):
-    """A version's tensors by name. Codes are read back from the operand that multiplies them whenever they are asked
-    for: they are not held twice, and a byte that changes there is seen.
+    """A version's tensors by name. Codes, and matrices in full precision that are nowhere else, are read back from the
+    operand that multiplies them whenever they are asked for: they are not held twice, and a byte that changes there is
+    seen.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
-        self._packed: dict[str, tuple[Operand, range]] = {}
+        self._packed: dict[str, Callable[[], Tensor]] = {}
         self._digests: dict[str, str] = {}
 
     def hold(self, name: str, tensor: Tensor) -> None:
@@ -36,10 +40,10 @@ class Published(Mapping[str, Tensor]):
         self._digests |= digests({name: tensor})
         self._held[name] = tensor
 
-    def hold_codes(self, name: str, codes: Tensor, operand: Operand, rows: range) -> None:
-        """Publish codes that are these rows of the operand's; `codes` itself is not kept."""
-        self._digests |= digests({name: codes})
-        self._packed[name] = operand, rows
+    def hold_packed(self, name: str, tensor: Tensor, read_back: Callable[[], Tensor]) -> None:
+        """Publish a tensor that an operand holds in its own form; `tensor` itself is not kept."""
+        self._digests |= digests({name: tensor})
+        self._packed[name] = read_back
 
     def checksum(self) -> str:
         """Of the tensors as they were when they were published."""
@@ -48,8 +52,7 @@ class Published(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._held:
             return self._held[name]
-        operand, rows = self._packed[name]
-        return operand.codes(rows)
+        return self._packed[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._digests)
@@ -61,26 +64,29 @@ class Published(Mapping[str, Tensor]):
 def take_snapshot(decoder: Decoder, schemes: Mapping[str, Scheme], version: int) -> Snapshot:
     """Quantize the decoder's master weights; `schemes` names the quantized modules, the rest stay full precision.
 
-    Norms and biases are copied. Embeddings, and a matrix that is served in full precision, are the masters themselves,
-    valid until the learner's next update; what multiplies such a matrix is a copy. RunError for a NaN or an infinity.
+    Norms and biases are copied. Embeddings, and a matrix that is served in full precision, are the masters themselves
+    where they are all here, valid until the learner's next update; what multiplies such a matrix is a copy. RunError
+    for a NaN or an infinity.
     """
     published = Published()
     operands: dict[str, Operand] = {}
     with torch.no_grad():
         for projection in decoder.projections():
             biases = [None if x.bias is None else x.bias.detach().clone() for x in projection.linears]
-            weights = [linear.weight.detach() for linear in projection.linears]
-            operands[projection.names[0]] = _publish(projection.names, weights, biases, schemes, published)
-        head = decoder.head_weight().detach()[: decoder.vocab_size]
-        is_apart = HEAD in schemes or not decoder.config.tie_embeddings
-        operands[HEAD] = (
-            _publish((HEAD,), [head], [None], schemes, published) if is_apart else operand_of([head], [None])
-        )
+            masters = [_Master(linear.weight, len(linear.weight), decoder.holder) for linear in projection.linears]
+            operands[projection.names[0]] = _publish(projection.names, masters, biases, schemes, published)
+        table = _finite(EMBEDDING, decoder.holder.whole(decoder.model.embed_tokens.weight))
+        published.hold(EMBEDDING, table)
+        if not decoder.config.tie_embeddings:
+            head = _Master(decoder.lm_head.weight, decoder.vocab_size, decoder.holder)
+            operands[HEAD] = _publish((HEAD,), [head], [None], schemes, published)
+        elif HEAD in schemes:
+            operands[HEAD] = _publish((HEAD,), [_Master(table, decoder.vocab_size)], [None], schemes, published)
+        else:
+            operands[HEAD] = operand_of([table[: decoder.vocab_size]], [None])
         for name, parameter in decoder.named_parameters():
             if name.endswith(("norm.weight", "layernorm.weight")):
                 published.hold(name, _finite(name, parameter.detach().clone()))
-            elif name.endswith("embed_tokens.weight"):
-                published.hold(name, _finite(name, parameter.detach()))
     names = {module: scheme.name for module, scheme in schemes.items()}
     return Snapshot(version, published, names, published.checksum(), operands)
 
@@ -126,32 +132,58 @@ def _names(decoder: Decoder, schemes: Mapping[str, str]) -> set[str]:
     return set(parameter_shapes(decoder.config)) | head | {f"{module}.weight_scale" for module in schemes}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Master:
+    """A matrix whose first `height` rows are served, and who holds it."""
+
+    weight: Tensor
+    height: int
+    holder: Masters = WHOLE
+
+    def quantized(self, scheme: Scheme, name: str) -> QTensor:
+        return self.holder.quantize(self.weight, self.height, scheme, name)
+
+    def whole(self) -> Tensor:
+        return self.holder.whole(self.weight)[: self.height]
+
+    def in_memory(self) -> Tensor | None:
+        """The rows served, where they are all in memory here without an operand."""
+        values = self.holder.values(self.weight)
+        return None if values is None else values[: self.height]
+
+
 def _publish(
     names: tuple[str, ...],
-    weights: Sequence[Tensor],
+    masters: Sequence[_Master],
     biases: Sequence[Tensor | None],
     schemes: Mapping[str, Scheme],
     published: Published,
 ) -> Operand:
     """One operand of sibling matrices; their codes and scales, or themselves, are published."""
     parts: list[QTensor | Tensor] = [
-        quantize_weight(weight, schemes[name], f"{name}.weight")
+        master.quantized(schemes[name], f"{name}.weight")
         if name in schemes
-        else _finite(f"{name}.weight", weight)
-        for name, weight in zip(names, weights, strict=True)
+        else _finite(f"{name}.weight", master.whole())
+        for name, master in zip(names, masters, strict=True)
     ]
     operand = operand_of(parts, biases)
     first_row = 0
-    for name, part, bias in zip(names, parts, biases, strict=True):
+    for name, master, part, bias in zip(names, masters, parts, biases, strict=True):
+        rows = range(first_row, first_row := first_row + master.height)
         if bias is not None:
             published.hold(f"{name}.bias", _finite(f"{name}.bias", bias))
-        if isinstance(part, Tensor):
-            published.hold(f"{name}.weight", part)
-            continue
-        rows = range(first_row, first_row := first_row + len(part.codes))
-        published.hold_codes(f"{name}.weight", part.codes, operand, rows)
-        published.hold(f"{name}.weight_scale", part.scale)
+        if isinstance(part, QTensor):
+            published.hold_packed(f"{name}.weight", part.codes, partial(operand.codes, rows))
+            published.hold(f"{name}.weight_scale", part.scale)
+        elif (values := master.in_memory()) is not None:
+            published.hold(f"{name}.weight", values)
+        else:
+            published.hold_packed(f"{name}.weight", part, partial(_dense_rows, operand, rows))
     return operand
+
+
+def _dense_rows(operand: Operand, rows: range) -> Tensor:
+    return operand.dense()[rows.start : rows.stop]
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ def test_addresses(address: str) -> None:
     assert ClusterConfig(engines=1, ray_address=address).ray_address == address
 
 
-@pytest.mark.parametrize("wrong", [{"engines": -1}, {"engine_cpus": 0}, {"timeout_s": 0.0}, {"restarts": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"engines": -1}, {"engine_cpus": 0}, {"timeout_s": 0.0}, {"timeout_s": 1e9}, {"restarts": -1}]
+)
 def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         ClusterConfig.model_validate({"engines": 1, **wrong})

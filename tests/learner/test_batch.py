@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qarl.errors import RunError
-from qarl.learner.batch import Sample, Share, micro_batches, pack, shares_of, split_evenly
+from qarl.learner.batch import Sample, Share, divide, idle, micro_batches, pack, shares_of, split_evenly
 from qarl.records import Completion, Group, Prompt
 
 
@@ -143,3 +143,32 @@ def test_a_prompt_whose_completions_all_have_one_token():
 
 def test_nothing_to_train_is_no_micro_batch():
     assert micro_batches([], 100) == []
+
+
+def lengths(parts: list[list[Share]]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(len(sample.completion) for sample in one.samples) for one in part] for part in parts]
+
+
+def test_ranks_get_neighbours_of_nearly_equal_cost():
+    # Packed tokens: 4 + 9, 9, 9 of the first group, 4 + 9 of the second: 44 in all.
+    shares = [share(4, 10, 10, 10), share(4, 10)]
+    assert lengths(divide(shares, 2)) == [[(10, 10)], [(10,), (10,)]]
+    assert lengths(divide(shares, 4)) == [[(10,)], [(10,)], [(10,)], [(10,)]]
+    assert lengths(divide(shares, 1)) == [[(10, 10, 10), (10,)]]
+
+
+def test_of_few_completions_some_ranks_get_none():
+    parts = divide([share(3, 5)], 3)
+    assert lengths(parts) == [[], [(5,)], []]
+    assert divide([], 2) == [[], []]
+
+
+def test_two_groups_of_one_prompt_stay_two():
+    groups = [share(2, 3), share(2, 3)]
+    assert lengths(divide(groups, 1)) == [[(3,), (3,)]]
+    assert [len(part) for part in divide([*groups, *groups], 2)] == [2, 2]
+
+
+def test_the_idle_micro_batch_scores_one_token():
+    micro = idle()
+    assert (len(micro.token_ids_T), len(micro.targets_S), micro.advantages_B.tolist()) == (1, 1, [0.0])
