@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from qarl import __version__
-from qarl.cluster.crew import Crew
+from qarl.cluster.crew import Crew, own_device
 from qarl.cluster.follower import Follower
 from qarl.cluster.leader import LeadersEngine, LeadingEngine, LeadingLearner, LeadingRanks
 from qarl.cluster.masters import ShardedMasters
@@ -134,7 +134,7 @@ def cast_of(
 def device_of(recipe: Recipe, crew: Crew | None) -> torch.device:
     """Where this process computes; of a crew, every rank on a GPU of its own."""
     device = place(recipe.device).device
-    return device if crew is None else crew.own_device(device)
+    return device if crew is None else own_device(device)
 
 
 def _warnings(recipe: Recipe, schemes: SchemePlan) -> tuple[str, ...]:

@@ -102,19 +102,6 @@ class Crew:
         held = "every matrix's rows divided among them" if shards else "the base and its adapters whole on each of them"
         return f"cluster: {self.count} ranks, {held}; rank {self.rank} leads"
 
-    def own_device(self, device: torch.device) -> torch.device:
-        """The device, or of a machine's GPUs the one that is this rank's; ConfigurationError where it has none."""
-        if device.type == "cpu":
-            return device
-        index, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if index >= found:
-            raise ConfigurationError(
-                f"device: rank {self.rank} is number {index + 1} on its machine, where torch sees {found} GPUs, and "
-                f"every rank needs its own; start no more ranks there (--nproc-per-node {found}), or set device = 'cpu'"
-            )
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-
     @contextmanager
     def order(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
         """Have the followers do `name` while the block does the leader's part; the list holds their answers after it.
@@ -245,6 +232,20 @@ class Crew:
             f"{names} of {self.count} ranks {verb} no sign of life: killed, stopped, or the machine is lost; start "
             "the run again with --resume"
         )
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device, or of this machine's GPUs this rank's own; ConfigurationError where it has none."""
+    if device.type == "cpu":
+        return device
+    index, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if index >= found:
+        raise ConfigurationError(
+            f"device: every rank needs a GPU of its own, and torch sees {found} for the {index + 1} or more ranks of "
+            f"{socket.gethostname()}; start no more there (--nproc-per-node {found}), or set device = 'cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def lead(recipe: str, timeout_s: float) -> Crew:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -45,10 +46,11 @@ def leading(recipe: str, config: ClusterConfig) -> Iterator[Crew | None]:
 
 
 def end(code: int) -> NoReturn:
-    """Exit with this code; one of several processes at once, since process groups wait for a lost rank when the
-    interpreter takes them down.
+    """Exit with this code; one of several processes without taking the interpreter down, for process groups would wait
+    for a lost rank then.
     """
     if is_launched():
+        atexit._run_exitfuncs()  # engines in processes of their own end there
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from qarl.build import build, build_follower
 from qarl.cluster.crew import Crew
 from qarl.metrics import values
-from qarl.models.names import load_model
 from qarl.recipe import parse_recipe
 from tests.cluster.conftest import Troupe
 
@@ -75,14 +74,13 @@ def recipe(case: str, more: str = "") -> str:
     )
 
 
-def one_step(crew: Crew | None, text: str, step: int, before: str | None, after: str) -> Any:
+def one_step(crew: Crew | None, text: str, step: int, before: str, after: str) -> Any:
     """Restore, roll out, train, save: tokens and metrics."""
     if crew is not None and not crew.leads:
         return build_follower(text, crew).obey()
     system = build(parse_recipe(tomllib.loads(text), "test"), None, crew)
     cast, plan = system.cast, system.plan
-    if before is not None:
-        cast.learner.restore(Path(before))
+    cast.learner.restore(Path(before))
     cast.engine.load(cast.learner.publish())
     prompts = cast.prompts.take(step, plan.prompts_per_step)
     groups = cast.engine.generate(prompts, plan.group_size, plan.sampling, (plan.seed, step))
@@ -97,7 +95,8 @@ def one_step(crew: Crew | None, text: str, step: int, before: str | None, after:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in load_file(folder / "model" / "model.safetensors").items()}
+    (file,) = [*folder.glob("model/*.safetensors"), *folder.glob("adapter/*.safetensors")]
+    return {name: tensor.double() for name, tensor in load_file(file).items()}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -106,20 +105,20 @@ def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
 
 def check(troupe: Troupe, case: str, folder: Path, more: str = "") -> None:
     text, bound = recipe(case, more), CASES[case][-1]
-    before: Path | None = None
-    began = {name: tensor.double() for name, tensor in load_model("tiny").tensors.items()}
+    before = folder / "untrained"
+    before.mkdir()
+    build(parse_recipe(tomllib.loads(text), "test")).cast.learner.save(before)
     for step in range(STEPS):
         alone, together = folder / f"alone-{step}", folder / f"together-{step}"
-        at = None if before is None else str(before)
-        tokens, metrics = one_step(None, text, step, at, str(alone))
-        theirs, their_metrics = troupe(one_step, text, step, at, str(together))[0]
+        tokens, metrics = one_step(None, text, step, str(before), str(alone))
+        theirs, their_metrics = troupe(one_step, text, step, str(before), str(together))[0]
         assert theirs == tokens
         check_metrics(metrics, their_metrics, bound)
         assert state_names(alone) == state_names(together)
-        moved = distance(began, weights(alone))
+        moved = distance(weights(before), weights(alone))
         apart = distance(weights(alone), weights(together))
         assert apart <= bound * moved, f"step {step}: {apart / moved:.2g} of the step"
-        before, began = alone, weights(alone)
+        before = alone
 
 
 def state_names(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -139,6 +138,10 @@ def check_metrics(alone: dict[str, float], together: dict[str, float], bound: fl
 @pytest.mark.parametrize("case", ["int8", "int4-muon"])
 def test_two_ranks_train_as_one_process(pair: Troupe, tmp_path: Path, case: str) -> None:
     check(pair, case, tmp_path)
+
+
+def test_two_ranks_train_adapters_as_one_process(pair: Troupe, tmp_path: Path) -> None:
+    check(pair, "int8", tmp_path, "learner.lora.rank = 4")
 
 
 @pytest.mark.slow

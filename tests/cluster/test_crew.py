@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
-from qarl.cluster.crew import STOP, Crew, Fault
+from qarl.cluster.crew import STOP, Crew, Fault, own_device
 from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 
@@ -148,3 +149,16 @@ def test_one_who_works_for_long_is_waited_for(pair) -> None:
 def test_an_error_of_ours_is_told_with_its_kind_and_place() -> None:
     assert Fault.of(KeyError("x"), "rank 1: ") == Fault("RunError", "rank 1: KeyError: 'x'")
     assert str(Fault.of(RunError("full"), "rank 2: ").error()) == "rank 2: full"
+
+
+def test_every_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert own_device(torch.device("cuda")) == torch.device("cuda", 1) and chosen == [1]
+    assert own_device(torch.device("cpu")) == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigurationError, match="torch sees 2 for the 3 or more ranks"):
+        own_device(torch.device("cuda"))
+    assert chosen == [1]

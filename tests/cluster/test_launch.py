@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,15 @@ def test_one_process_leads_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with leading("", ClusterConfig()) as crew:
         assert crew is None
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_what_waits_for_the_exit_is_done(ranks: str) -> None:
+    code = "import atexit; from qarl.cluster.launch import end; atexit.register(print, 'ended'); end(3)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"WORLD_SIZE": ranks}, capture_output=True, text=True
+    )
+    assert (found.stdout, found.returncode) == ("ended\n", 3)
 
 
 def test_the_cause_is_left_where_torchrun_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from qarl.cluster.crew import Crew
 from qarl.cluster.leader import own_completions, part_of
-from qarl.records import Completion, Group, Prompt, Sampling
-from qarl.rollout.native import unstarted
+from qarl.errors import RunError
+from qarl.models.names import load_model
+from qarl.recipe import parse_recipe
+from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.rollout.config import NativeEngineConfig
+from qarl.rollout.native import NativeEngine
+from qarl.rollout.request import unstarted
 
 TOML = """
 model = "tiny"
@@ -50,12 +58,9 @@ def tokens(groups: list[Group]) -> list[list[list[int]]]:
 
 def rolled_out(crew: Crew | None, names: tuple[str, ...], group_size: int) -> Any:
     from qarl.build import build, build_follower
-    from qarl.recipe import parse_recipe
 
     if crew is not None and not crew.leads:
         return build_follower(TOML, crew).obey()
-    import tomllib
-
     system = build(parse_recipe(tomllib.loads(TOML), "test"), None, crew)
     engine = system.cast.engine
     engine.load(system.cast.learner.publish())
@@ -70,3 +75,60 @@ def rolled_out(crew: Crew | None, names: tuple[str, ...], group_size: int) -> An
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "a", "b", "a")])
 def test_all_ranks_together_sample_what_one_process_does(pair, names: tuple[str, ...]) -> None:
     assert pair(rolled_out, names, 3)[0] == rolled_out(None, names, 3)
+
+
+ELSEWHERE = (
+    TOML
+    + """
+engine.type = "vllm"
+engine.dtype = "float32"
+objective.type = "grpo"
+"""
+)
+
+
+class Elsewhere:
+    """An engine that computes as ours does, and is none of ours; it looks at weights when it needs them."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self.metrics = engine.metrics
+
+    def load(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self.version = snapshot.version
+
+    def generate(self, *asked: Any) -> list[Group]:
+        self._engine.load(self._snapshot)
+        return self._engine.generate(*asked)
+
+
+def trained_elsewhere(crew: Crew) -> Any:
+    """One step whose completions come from the leader's engine alone."""
+    from qarl import build
+
+    if not crew.leads:
+        return build.build_follower(ELSEWHERE, crew).obey()
+    recipe = parse_recipe(tomllib.loads(ELSEWHERE), "test")
+    model = load_model(recipe.model)
+    engine = NativeEngine(NativeEngineConfig(), model.config, model.sampleable, str)
+    schemes = build.scheme_plan(model, recipe.scheme, recipe.quant, recipe.engine)
+    learner = build.local_learner(recipe, model, schemes, crew)
+    cast = build.cast_of(None, Elsewhere(engine), None, recipe.advantage, learner, crew)
+    cast.engine.load(cast.learner.publish())
+    groups = cast.engine.generate(prompts("a", "b", "c"), 3, Sampling(1.0, 6, (0,)), (3, 1))
+    metrics = cast.learner.update(groups, [torch.tensor([1.0, -1.0, 0.5])] * 3)
+    cast.engine.load(cast.learner.publish())
+    refused = replace(cast.learner.publish(), checksum="other")
+    with pytest.raises(RunError, match="rank 1 published other weights than the leader"):
+        cast.engine.load(refused)
+    crew.dismiss()
+    rows = [group.prompt.row for group in groups]
+    return tokens(groups), rows, cast.engine.version, metrics["mismatch/max_abs"].value()
+
+
+def test_an_engine_elsewhere_is_the_leaders_alone_and_serves_what_all_ranks_published(pair) -> None:
+    found, rows, version, mismatch = pair(trained_elsewhere)[0]
+    assert version == 1 and [len(group) for group in found] == [3, 3, 3]
+    assert rows == [{"answer": name} for name in "abc"]
+    assert mismatch < 1e-4
