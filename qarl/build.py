@@ -246,8 +246,8 @@ def _alignment_level(recipe: Recipe) -> str:
     if not isinstance(recipe.engine, NativeEngineConfig):
         adapters = "" if recipe.learner.lora is None else f", and adapters rounded to {recipe.engine.dtype}"
         return (
-            f"codes: vLLM multiplies the learner's codes and scales{adapters} by kernels of its own; mismatch/* says what "
-            "is left"
+            f"codes: vLLM multiplies the learner's codes and scales{adapters} by kernels of its own; mismatch/* says "
+            "what is left"
         )
     if not kernels().exact_matmul:
         return "codes, not exact: without the C kernels floating-point sums may depend on the batch, see `qarl doctor`"

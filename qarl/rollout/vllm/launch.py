@@ -119,7 +119,7 @@ def arguments(config: VllmEngineConfig, max_model_len: int, adapters: Mapping[st
         **adapters,
     }
     if not torch.cuda.is_available():
-        # vLLM 0.32 dies on a CPU where a prompt with a seed is computed in pieces: it cannot take back the draws between.
+        # vLLM 0.32 dies on a CPU where a prompt with a seed is computed in pieces: it cannot take back their draws.
         ours["enable_chunked_prefill"] = False
     _check_options(config, ours)
     return ours | dict(config.options)

@@ -130,7 +130,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 def _layers(model: nn.Module, kind: type[Layer]) -> Iterator[tuple[Layer, list[Part]]]:
-    """Every layer of this kind, linear or a linear one with adapters around it, with the matrices that vLLM fused in it."""
+    """Every linear layer, or everything around one that adds adapters, with the matrices that vLLM fused in it."""
     fused = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         if isinstance(layer, kind):

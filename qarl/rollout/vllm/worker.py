@@ -90,6 +90,6 @@ class Worker:
         }
 
     def qarl_adapters(self, message: str) -> dict[str, Any]:
-        """A digest of every tensor of adapters as it is served now, given the message's `folder` they were loaded from."""
+        """A digest of every tensor of adapters as it is served now; they were loaded from the message's `folder`."""
         sent, _, _ = read_peft(Path(json.loads(message)["folder"]))
         return {"rank": self.rank, "digests": digests(served_adapters(self.model_runner.get_model(), sent))}

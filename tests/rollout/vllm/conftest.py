@@ -31,12 +31,12 @@ class Started:
     engine: VllmEngine
     lora: LoraConfig | None = None
 
-    def learner(self, seed: int = 0) -> LocalLearner:
+    def learner(self, seed: int = 0, **config: Any) -> LocalLearner:
         """With the engine's scheme, scales and head."""
         matrices = SMALL.decoder().matrices()
         plan = plan_schemes(matrices, scheme_named(self.scheme), QuantConfig(rules={"lm_head": "none"}))
         schemes = plan.with_scales_in(getattr(torch, self.dtype)).quantized
-        return SMALL.learner(schemes=schemes, seed=seed, lora=self.lora)
+        return SMALL.learner(schemes=schemes, seed=seed, lora=self.lora, **config)
 
     def version(self, number: int) -> Snapshot:
         """Other weights in every version."""
