@@ -244,7 +244,7 @@ def _alignment_level(recipe: Recipe) -> str:
     if recipe.alignment == "none":
         return "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
     if not isinstance(recipe.engine, NativeEngineConfig):
-        adapters = "" if recipe.learner.lora is None else f", and adapters rounded to {recipe.engine.dtype}"
+        adapters = "" if recipe.learner.lora is None else f", and adapters rounded to {recipe.engine.dtype},"
         return (
             f"codes: vLLM multiplies the learner's codes and scales{adapters} by kernels of its own; mismatch/* says "
             "what is left"

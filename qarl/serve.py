@@ -16,7 +16,14 @@ from qarl.models.decoder import Decoder
 from qarl.models.names import LoadedModel
 from qarl.recipe import Recipe
 from qarl.rollout.config import VllmEngineConfig
-from qarl.rollout.vllm.launch import adapter_arguments, as_served, command_line, environment, require_vllm, write_model
+from qarl.rollout.vllm.launch import (
+    adapter_arguments,
+    as_served,
+    command_line,
+    require_vllm,
+    server_environment,
+    write_model,
+)
 from qarl.sync.snapshot import take_snapshot
 from qarl.trained import model_named
 
@@ -41,9 +48,8 @@ def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> N
     longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
     command = command_line(folder, config, longest, adapters, host, port)
     say(f"serving {folder} on http://{host}:{port}")
-    # Only so does vLLM's server take calls to its workers; they can change weights, so let nobody else reach it.
-    open_to = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if recipe.learner.lora else "0"}
-    os.execve(command[0], command, {**os.environ, **environment(config), **open_to})
+    ours = server_environment(config, has_adapters=recipe.learner.lora is not None)
+    os.execve(command[0], command, {**os.environ, **ours})
 
 
 def _write(recipe: Recipe, config: VllmEngineConfig, model: LoadedModel, decoder: Decoder) -> Path:

@@ -117,7 +117,7 @@ def test_a_model_that_is_there_is_not_written_again_and_another_one_lies_beside_
     assert len({first, *others}) == 4 and all(Path(folder).is_dir() for folder in others)
 
 
-def test_a_recipe_with_adapters_starts_a_server_that_takes_them(became: Any) -> None:
+def test_a_recipe_with_adapters_starts_a_server_that_takes_them(became: list[tuple[list[str], dict[str, str]]]) -> None:
     start(recipe_of("--learner.lora={rank=9, targets=['*.q_proj', '*.k_proj']}"))
     [(command, environment)] = became
     assert "--enable-lora" in command and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

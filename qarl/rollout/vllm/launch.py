@@ -146,6 +146,17 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | decided
 
 
+def server_environment(config: VllmEngineConfig, has_adapters: bool) -> dict[str, str]:
+    """`environment` of a server that takes calls to its workers, and adapters.
+
+    Both can change what is served, so let nobody else reach it.
+    """
+    return environment(config) | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if has_adapters else "0",
+    }
+
+
 def command_line(
     folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any], host: str, port: int
 ) -> list[str]:

@@ -1,7 +1,12 @@
 """Adapters beside a base that stays: what vLLM serves of both after a load; and one that went wrong is noticed."""
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,11 +14,14 @@ import torch
 
 pytest.importorskip("vllm")
 
-from qarl.errors import RunError
+from qarl.errors import ConfigurationError, RunError
 from qarl.learner.learner import LocalLearner
 from qarl.models.decoder import Decoder
 from qarl.models.lora import LoraConfig
 from qarl.records import Completion, Group, Sampling, Snapshot
+from qarl.rollout.config import VllmEngineConfig
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.launch import adapter_arguments, as_served, command_line, server_environment, write_model
 from qarl.sync.adapters import adapters_of, write_peft
 from qarl.sync.checksum import checksum
 from tests.conftest import SMALL
@@ -150,3 +158,41 @@ def test_adapters_where_none_were_published_are_named(adapted: Started, monkeypa
     monkeypatch.setattr(way, "offer", offer_more)
     with pytest.raises(RunError, match=rf"serves another tensor {stranger}\.lora_A\.weight than was published"):
         adapted.engine.load(trained(learner))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """The URL of one that is started as `qarl serve` does, from a base that is none of the learner's."""
+    settings, base = VllmEngineConfig(dtype="float32", kv_bytes=1 << 26), SMALL.learner(seed=5).publish()
+    write_model(tmp_path / "model", SMALL.config, as_served(base, SMALL.sampleable, torch.float32), "float32")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    adapters = adapter_arguments(LORA, SMALL.decoder())
+    command = command_line(tmp_path / "model", settings, 128, adapters, "127.0.0.1", port)
+    process = subprocess.Popen(command, env={**os.environ, **server_environment(settings, has_adapters=True)})
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_server_serves_every_version_that_it_is_sent(server: str) -> None:
+    settings = VllmEngineConfig(dtype="float32", kv_bytes=1 << 26)
+    engine = eventually(lambda: VllmEngine(settings, server, SMALL.config, SMALL.sampleable, 128, str, lora=LORA))
+    learner = Started("none", "float32", engine, LORA).learner(lr=0.05)
+    for _ in range(2):
+        engine.load(trained(learner))
+        groups = engine.generate(SMALL.prompts(40, 20, 9), 3, SAMPLING, (5, 0))
+        with torch.no_grad():
+            assert mean_difference(learner.decoder, groups) < CLOSE["none", "float32"]
+
+
+def eventually(connect: Callable[[], VllmEngine]) -> VllmEngine:
+    """What succeeds once the server is up, within two minutes."""
+    for _ in range(120):
+        with suppress(ConfigurationError):
+            return connect()
+        time.sleep(1.0)
+    return connect()

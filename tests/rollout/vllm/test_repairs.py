@@ -48,7 +48,7 @@ def test_adapters_of_a_weight_behind_a_handle_have_a_place(monkeypatch: pytest.M
     monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", cpu.check_cpu_sgl_kernel)
     monkeypatch.setattr(base_linear, "_get_lora_device", base_linear._get_lora_device)
     behind_handle, held = torch.nn.Module(), torch.nn.Linear(2, 2, device="meta")
-    behind_handle.weight = None
+    behind_handle.register_parameter("weight", None)
     with pytest.raises(AttributeError):
         base_linear._get_lora_device(behind_handle)
     repairs.apply()
