@@ -183,7 +183,7 @@ def make_engine_of(
         return NativeEngine(config, model, vocab_size, decode, progress)
     url = url or (config.urls[0] if config.urls else None)
     longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    return VllmEngine(config, url, model, vocab_size, longest, decode, progress)
+    return VllmEngine(config, url, model, vocab_size, longest, decode, progress, recipe.learner.lora)
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew: Crew | None = None) -> LocalLearner:
@@ -303,8 +303,10 @@ def _alignment_level(recipe: Recipe) -> str:
     if recipe.alignment == "none":
         return "none, as asked: the learner computes in full precision; watch mismatch/* and consider a correction"
     if not isinstance(recipe.engine, NativeEngineConfig):
+        adapters = "" if recipe.learner.lora is None else f", and adapters rounded to {recipe.engine.dtype},"
         return (
-            "codes: vLLM multiplies the learner's codes and scales by kernels of its own; mismatch/* says what is left"
+            f"codes: vLLM multiplies the learner's codes and scales{adapters} by kernels of its own; mismatch/* says "
+            "what is left"
         )
     if not kernels().exact_matmul:
         return "codes, not exact: without the C kernels floating-point sums may depend on the batch, see `qarl doctor`"

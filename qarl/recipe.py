@@ -21,12 +21,13 @@ from qarl.errors import ConfigurationError, printable
 from qarl.explain import Place, did_you_mean, is_choice, locate, problems
 from qarl.health import Health
 from qarl.learner.config import LearnerConfig
+from qarl.models.lora import LoraConfig
 from qarl.objectives import ObjectiveConfig, Tbpo
 from qarl.ops.device import DeviceChoice
 from qarl.prompts import PromptsConfig
 from qarl.quant import QuantConfig, scheme_named
 from qarl.rewards import RewardConfig
-from qarl.rollout.config import EngineConfig, NativeEngineConfig, SamplingConfig, VllmEngineConfig
+from qarl.rollout.config import LORA_RANKS, EngineConfig, NativeEngineConfig, SamplingConfig, VllmEngineConfig
 
 
 class EvalConfig(Config):
@@ -246,7 +247,25 @@ def _engine_complaints(recipe: Recipe) -> list[str]:
             f"engine.urls names servers and cluster.engines = {recipe.cluster.engines} starts engines: leave one of "
             "the two out"
         ]
+    if isinstance(recipe.engine, VllmEngineConfig) and recipe.learner.lora is not None:
+        return _adapters_complaints(recipe.learner.lora, recipe.engine)
     return []
+
+
+def _adapters_complaints(lora: LoraConfig, engine: VllmEngineConfig) -> list[str]:
+    """Of adapters that vLLM serves."""
+    complaints = []
+    if engine.transport in ("gloo", "nccl"):
+        complaints.append(
+            f"learner.lora with engine.transport = '{engine.transport}': vLLM reads adapters from a folder; set "
+            "engine.transport to 'memory', or to 'disk' with an engine.folder that all of its workers see"
+        )
+    if lora.rank > LORA_RANKS[-1]:
+        complaints.append(
+            f"learner.lora.rank = {lora.rank} with engine.type = 'vllm', which serves adapters of at most rank "
+            f"{LORA_RANKS[-1]}; lower it"
+        )
+    return complaints
 
 
 def _update_complaints(recipe: Recipe) -> list[str]:

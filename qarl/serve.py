@@ -13,9 +13,17 @@ import torch
 from qarl.build import scheme_plan
 from qarl.errors import ConfigurationError
 from qarl.models.decoder import Decoder
+from qarl.models.names import LoadedModel
 from qarl.recipe import Recipe
 from qarl.rollout.config import VllmEngineConfig
-from qarl.rollout.vllm.launch import as_served, command_line, environment, require_vllm, write_model
+from qarl.rollout.vllm.launch import (
+    adapter_arguments,
+    as_served,
+    command_line,
+    require_vllm,
+    server_environment,
+    write_model,
+)
 from qarl.sync.snapshot import take_snapshot
 from qarl.trained import model_named
 
@@ -32,19 +40,20 @@ def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> N
     if not isinstance(config, VllmEngineConfig):
         raise ConfigurationError(f"engine.type = '{config.type}': only vLLM can be served; set engine.type = 'vllm'")
     require_vllm()
-    folder = _write(recipe, config)
-    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    command = command_line(folder, config, longest, host, port)
-    say(f"serving {folder} on http://{host}:{port}")
-    # Only so does vLLM's server take calls to its workers; they can change weights, so let nobody else reach it.
-    os.execve(command[0], command, {**os.environ, **environment(config), "VLLM_SERVER_DEV_MODE": "1"})
-
-
-def _write(recipe: Recipe, config: VllmEngineConfig) -> Path:
     model = model_named(recipe.model)
-    schemes = scheme_plan(model, recipe.scheme, recipe.quant, config)
     with torch.device("meta"):
         decoder = Decoder(model.config, model.sampleable)
+    adapters = adapter_arguments(recipe.learner.lora, decoder)
+    folder = _write(recipe, config, model, decoder)
+    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
+    command = command_line(folder, config, longest, adapters, host, port)
+    say(f"serving {folder} on http://{host}:{port}")
+    ours = server_environment(config, has_adapters=recipe.learner.lora is not None)
+    os.execve(command[0], command, {**os.environ, **ours})
+
+
+def _write(recipe: Recipe, config: VllmEngineConfig, model: LoadedModel, decoder: Decoder) -> Path:
+    schemes = scheme_plan(model, recipe.scheme, recipe.quant, config)
     decoder.assign(model.tensors, requires_grad=False)
     snapshot = take_snapshot(decoder, schemes.quantized, 0)
     served = as_served(snapshot, model.sampleable, getattr(torch, config.dtype))

@@ -229,17 +229,26 @@ def test_a_run_on_vllm_says_how_far_it_is_aligned(monkeypatch: pytest.MonkeyPatc
         "alignment auto: codes: vLLM multiplies the learner's codes and scales by kernels of its own; mismatch/* says "
         "what is left" in system.account
     )
+    assert (
+        "codes and scales, and adapters rounded to bfloat16, by"
+        in build(recipe_of(VLLM, "--learner.lora={rank=4}")).account
+    )
     assert "alignment none: none, as asked" in build(recipe_of(VLLM, "--alignment=none")).account
 
 
 def test_the_engine_gets_the_recipes_context_and_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[object, ...]] = []
     monkeypatch.setattr(build_module, "VllmEngine", lambda *arguments: told.append(arguments))
-    recipe = recipe_of(VLLM, "--engine.urls=['http://node1:8000']", "--prompts.max_prompt_tokens=100")
+    recipe = recipe_of(
+        VLLM, "--engine.urls=['http://node1:8000']", "--prompts.max_prompt_tokens=100", "--learner.lora={rank=4}"
+    )
     model = model_named(recipe.model)
     renderer = recipe.prompts.renderer(model.tokenizer)
     build_module.make_engine_of(recipe, model.config, model.sampleable, renderer.decode)
-    assert told == [(recipe.engine, "http://node1:8000", model.config, model.sampleable, 116, renderer.decode, None)]
+    lora, context = recipe.learner.lora, 116  # of a prompt and a completion
+    assert told == [
+        (recipe.engine, "http://node1:8000", model.config, model.sampleable, context, renderer.decode, None, lora)
+    ]
 
 
 def test_without_vllm_a_run_on_it_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -592,7 +592,9 @@ def served(recipe: Recipe) -> str:
         return "not by vLLM"
     way = transport(engine.transport, engine.folder, 1, engine.timeout_s)
     home = way._home.parent if isinstance(way, FolderTransport) else way._backend
-    return str([command_line(Path("model"), engine, 80, "host", 8000), type(way).__name__, str(home)])
+    return str(
+        [command_line(Path("model"), engine, 80, {"enable_lora": False}, "host", 8000), type(way).__name__, str(home)]
+    )
 
 
 def left(recipe: Recipe) -> str:

@@ -219,6 +219,22 @@ def test_sampling_again_is_refused_where_equal_groups_teach(small: Path) -> None
     assert "set it to 1" in said
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--engine.transport=gloo", "learner.lora with engine.transport = 'gloo': vLLM reads adapters from a folder"),
+        ("--engine.transport=nccl", "set engine.transport to 'memory', or to 'disk' with an engine.folder"),
+        ("--learner.lora.rank=513", "learner.lora.rank = 513 with engine.type = 'vllm'.*at most rank 512; lower it"),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve_are_refused(small: Path, override: str, message: str) -> None:
+    adapters = ["--engine.type=vllm", "--learner.lora={rank=512}"]
+    assert load_recipe(small, [*adapters, "--engine.transport=disk", "--engine.folder=x"]).learner.lora is not None
+    with pytest.raises(ConfigurationError, match=message):
+        load_recipe(small, [*adapters, override])
+    assert load_recipe(small, ["--engine.type=vllm", "--engine.transport=gloo"]).learner.lora is None
+
+
 def test_another_engine_starts_its_table_afresh_and_has_its_own_keys(small: Path) -> None:
     small.write_text(SMALL + '[engine]\ntype = "native"\nkv_cache = "int8"\n')
     recipe = load_recipe(small, ["--engine.type=vllm", "--engine.urls=['http://a:1', 'http://b:1']"])

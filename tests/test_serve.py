@@ -86,6 +86,7 @@ def test_this_process_becomes_a_server_of_the_recipes_model(
     assert (values["--host"], values["--port"], values["--max-num-seqs"]) == ("0.0.0.0", "8001", "7")
     assert values["--max-model-len"] == "116"  # of a prompt and a completion
     assert (environment["MINE"], environment["VLLM_SERVER_DEV_MODE"]) == ("kept", "1")
+    assert "--no-enable-lora" in command and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert environment["VLLM_CPU_INT4_W4A8"] == "0"
     folder = Path(values["--model"])
     assert said == f"serving {folder} on http://0.0.0.0:8001"
@@ -114,3 +115,12 @@ def test_a_model_that_is_there_is_not_written_again_and_another_one_lies_beside_
     first, again, *others = (command[command.index("--model") + 1] for command, _ in became)
     assert first == again
     assert len({first, *others}) == 4 and all(Path(folder).is_dir() for folder in others)
+
+
+def test_a_recipe_with_adapters_starts_a_server_that_takes_them(became: list[tuple[list[str], dict[str, str]]]) -> None:
+    start(recipe_of("--learner.lora={rank=9, targets=['*.q_proj', '*.k_proj']}"))
+    [(command, environment)] = became
+    assert "--enable-lora" in command and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    place = command.index("--lora-target-modules")
+    assert command[place + 1 : place + 3] == ["k_proj", "q_proj"]
+    assert command[command.index("--max-lora-rank") + 1] == "16"

@@ -10,6 +10,9 @@ from qarl.config import Config
 
 Way = Literal["memory", "disk", "gloo", "nccl"]
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM keeps places for; adapters of others take the next larger one."""
+
 
 class SamplingConfig(Config):
     """How training completions are drawn. There is no top-p, top-k or min-p: the learner would need the kept set."""

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.records import Snapshot
+from qarl.sync.adapters import write_peft
 from qarl.sync.compressed_tensors import from_stored, stored
 from qarl.sync.disk import read_snapshot, write_snapshot
 
@@ -72,7 +73,7 @@ def receive(message: Mapping[str, Any], rank: int) -> Snapshot:
 
 
 class FolderTransport:
-    """Versions as folders below `parent`, each of which is removed once it was received."""
+    """Versions as folders below `parent`, each of which is removed once it was received; adapters as PEFT has them."""
 
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,12 @@ class FolderTransport:
     def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         self.withdraw()
         self._offered = self._home / f"version-{snapshot.version}"
-        write_snapshot(snapshot, self._offered)
+        if snapshot.lora is None:
+            write_snapshot(snapshot, self._offered)
+        else:
+            write_peft(
+                self._offered, snapshot.tensors, snapshot.lora.rank, snapshot.lora.alpha, snapshot.lora.base.checksum
+            )
         return {"way": "folder", "folder": str(self._offered)}
 
     def withdraw(self) -> None:
@@ -129,6 +135,7 @@ class BroadcastTransport:
         self._failure: list[BaseException] = []
 
     def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+        assert snapshot.lora is None, "adapters go through a folder"
         self.withdraw()
         tensors = {
             name: tensor.detach().contiguous() for name, tensor in stored(snapshot.tensors, snapshot.schemes).items()

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
+from qarl.models.lora import LoraConfig
 from qarl.quant import SCHEMES, quantize
 from qarl.records import Snapshot
 from qarl.sync import transport as module
-from qarl.sync.checksum import checksum
+from qarl.sync.adapters import read_peft
+from qarl.sync.checksum import checksum, digests
 from qarl.sync.compressed_tensors import stored
 from qarl.sync.transport import PREFIX, BroadcastTransport, FolderTransport, receive, transport
 
@@ -91,6 +93,17 @@ def test_a_version_that_was_not_withdrawn_makes_room_for_the_next(tmp_path: Path
     assert_same(receive(second, 0), snapshot(version=2))
     with pytest.raises(RunError, match="no complete snapshot here"):
         receive(first, 0)
+
+
+def test_adapters_go_as_a_folder_of_pefts_without_their_base(small: Any, tmp_path: Path) -> None:
+    snapshot = small.learner(lora=LoraConfig(rank=4, alpha=6.0, targets=("*.q_proj",))).publish()
+    sender = FolderTransport(tmp_path)
+    folder = Path(sent(sender.offer(snapshot))["folder"])
+    tensors, rank, alpha = read_peft(folder)
+    assert (rank, alpha) == (4, 6.0) and digests(tensors) == digests(snapshot.tensors)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 4096 + sum(t.nbytes for t in tensors.values())
+    sender.withdraw()
+    assert not folder.exists()
 
 
 def test_two_runs_may_share_a_folder(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Mean, Metrics
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
-from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.models.lora import LoraConfig
+from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
 from qarl.rollout.seeds import stream_key
-from qarl.rollout.vllm.launch import as_served, require_vllm, write_model
+from qarl.rollout.vllm.launch import adapter_arguments, adapters_as_served, as_served, require_vllm, write_model
 from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
+from qarl.sync.adapters import verify_adapters
 from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import stored
 from qarl.sync.snapshot import verify
@@ -49,6 +51,7 @@ class VllmEngine:
         max_model_len: int,
         decode: Callable[[Sequence[int]], str],
         progress: Progress | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         with torch.device("meta"):
             self._decoder = Decoder(model, vocab_size)
@@ -59,6 +62,8 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._decode = decode
         self._progress = progress
+        self._adapters = adapter_arguments(lora, self._decoder)
+        self._base = ""  # checksum of the base that is served, where adapters are
         self._service: Service | None = None
         self._transport: Transport | None = None
         self._readings: Metrics = {}
@@ -68,18 +73,17 @@ class VllmEngine:
             self._connect(url)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Serve this version; RunError, with the tensor's name, when what is served then is not what was published."""
+        """Serve this version; of adapters, on the base that is served already, or else on the one they bring.
+
+        RunError, with the tensor's name, when what is served then is not what was published.
+        """
+        assert (snapshot.lora is not None) == self._adapters["enable_lora"], "vLLM starts with or without adapters"
         started = time.perf_counter()
-        verify(self._decoder, snapshot)
-        served = as_served(snapshot, self._vocab_size, self._dtype)
-        if self._service is None:
-            self._start(served)
-        sent = self._load_in_place(served)
+        found = self._load_whole(snapshot) if snapshot.lora is None else self._load_adapters(snapshot, snapshot.lora)
         self._require_service().forget()
         self.version = snapshot.version
-        size = sum(tensor.nbytes for tensor in stored(served.tensors, served.schemes).values())
-        self._readings |= {"publish/bytes": Last(float(size)), "publish/seconds": Last(time.perf_counter() - started)}
-        self._readings |= {f"publish/{part}": Last(seconds) for part, seconds in sent.items()}
+        found["seconds"] = time.perf_counter() - started
+        self._readings |= {f"publish/{name}": Last(value) for name, value in found.items()}
 
     def metrics(self) -> Metrics:
         """Readings of the last `generate` and the last `load`."""
@@ -189,7 +193,7 @@ class VllmEngine:
             folder = Path(home) / "model"
             write_model(folder, self._model, served, self._config.head_dtype)
             log.info("starting vLLM")
-            self._service = Offline(folder, self._config, self._max_model_len)
+            self._service = Offline(folder, self._config, self._max_model_len, self._adapters)
         self._open_transport(self._describe(self._service))
 
     def _connect(self, url: str) -> None:
@@ -205,6 +209,8 @@ class VllmEngine:
             "vocab_size": self._vocab_size,
             "hidden_size": self._model.hidden_size,
             "num_hidden_layers": self._model.num_layers,
+            "max_lora_rank": self._adapters.get("max_lora_rank", 0),
+            "lora_target_modules": self._adapters.get("lora_target_modules", []),
         }
         for name, value in wanted.items():
             if found[name] != value:
@@ -229,30 +235,59 @@ class VllmEngine:
         config = self._config
         self._transport = transport(config.transport, config.folder, workers, config.timeout_s)
 
-    def _load_in_place(self, served: Snapshot) -> dict[str, float]:
-        """Send a version, and compare what every worker serves then with what was sent; seconds of the parts."""
+    def _load_whole(self, snapshot: Snapshot) -> dict[str, float]:
+        """Serve all weights of a version, from the start of vLLM on; bytes that were sent and seconds of the parts."""
+        verify(self._decoder, snapshot)
+        served = as_served(snapshot, self._vocab_size, self._dtype)
+        if self._service is None:
+            self._start(served)
+        with self._offered(served) as message:
+            reports = self._require_service().call("qarl_load", message)
+        expected = digests(served.tensors)
+        assert combine(expected) == served.checksum, "the version changed while it was sent"
+        self._compare(f"weights of version {served.version}", expected, reports)
+        size = sum(tensor.nbytes for tensor in stored(served.tensors, served.schemes).values())
+        return {"bytes": float(size), **{part: float(seconds) for part, seconds in reports[0]["seconds"].items()}}
+
+    def _load_adapters(self, snapshot: Snapshot, lora: Lora) -> dict[str, float]:
+        """Serve adapters, on their base; bytes that were sent of them and seconds of the parts."""
+        verify_adapters(self._decoder, snapshot)
+        if self._base != lora.base.checksum:
+            self._base = ""
+            self._load_whole(lora.base)
+            self._base = lora.base.checksum
+        served, started = adapters_as_served(snapshot, self._dtype), time.perf_counter()
+        with self._offered(served) as message:
+            self._require_service().adapt(message["folder"])
+            loaded = time.perf_counter()
+            reports = self._require_service().call("qarl_adapters", message)
+        self._compare(f"adapters of version {served.version}", digests(served.tensors), reports)
+        size = sum(tensor.nbytes for tensor in served.tensors.values())
+        return {"bytes": float(size), "load": loaded - started, "read_back": time.perf_counter() - loaded}
+
+    @contextmanager
+    def _offered(self, served: Snapshot) -> Iterator[dict[str, Any]]:
+        """How workers receive this version, while it is there for them."""
         assert self._transport is not None
         message = self._transport.offer(served)
         try:
-            reports = self._require_service().call("qarl_load", message)
+            yield message
         except RunError:
             with suppress(RunError):  # what was not received could not be sent either
                 self._transport.withdraw()
             raise
         self._transport.withdraw()
-        expected = digests(served.tensors)
-        assert combine(expected) == served.checksum, "the version changed while it was sent"
-        for report in reports:
-            self._compare(served.version, expected, report["digests"], int(report["rank"]))
-        return {part: float(seconds) for part, seconds in reports[0]["seconds"].items()}
 
-    def _compare(self, version: int, expected: Mapping[str, str], found: Mapping[str, str], rank: int) -> None:
-        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-        if differing:
-            raise RunError(
-                f"weights of version {version}: worker {rank} of {self._require_service().name} serves another tensor "
-                f"{differing[0]} than was published, and {len(differing) - 1} more; the run cannot go on with it"
-            )
+    def _compare(self, what: str, expected: Mapping[str, str], reports: Sequence[Mapping[str, Any]]) -> None:
+        """What every worker serves with what was sent."""
+        for report in reports:
+            found = report["digests"]
+            differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            if differing:
+                raise RunError(
+                    f"{what}: worker {report['rank']} of {self._require_service().name} serves another tensor "
+                    f"{differing[0]} than was published, and {len(differing) - 1} more; the run cannot go on with it"
+                )
 
     def _require_service(self) -> Service:
         assert self._service is not None, "vLLM starts with the first load"

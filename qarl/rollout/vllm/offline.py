@@ -27,15 +27,16 @@ class Offline:
 
     name = "vLLM"
 
-    def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int) -> None:
+    def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]) -> None:
         os.environ.update(environment(config))  # before vLLM is imported
         import vllm
 
         self._vllm = vllm
         self._timeout = config.timeout_s
         self._calls = 0
+        self._adapters: Any = None  # vLLM's request for those that are served
         try:
-            self._llm = vllm.LLM(str(folder), **arguments(config, max_model_len))
+            self._llm = vllm.LLM(str(folder), **arguments(config, max_model_len, adapters))
         except Exception as error:
             raise ConfigurationError(f"vLLM does not start with this recipe: {error}; what it said is above") from error
 
@@ -47,7 +48,8 @@ class Offline:
 
         with self._watchdog() as heard:
             for name, ask in zip(answers, asks, strict=True):
-                engine.add_request(name, {"prompt_token_ids": list(ask.token_ids)}, self._params(ask, sampling))
+                prompt = {"prompt_token_ids": list(ask.token_ids)}
+                engine.add_request(name, prompt, self._params(ask, sampling), lora_request=self._adapters)
             while engine.has_unfinished_requests():
                 outputs = engine.step()
                 heard()
@@ -65,6 +67,13 @@ class Offline:
     def call(self, method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         with self._watchdog():
             return list(self._llm.collective_rpc(method, args=(json.dumps(message),)))
+
+    def adapt(self, folder: str) -> None:
+        number = 1 if self._adapters is None else self._adapters.lora_int_id + 1
+        request = self._vllm.lora.request.LoRARequest(f"adapters-{number}", number, folder)
+        with self._watchdog():
+            self._llm.llm_engine.add_lora(request)
+        self._adapters = request
 
     def forget(self) -> None:
         with self._watchdog():

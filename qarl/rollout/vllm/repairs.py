@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm import _custom_ops as operations
+from vllm.lora.layers import base_linear
 from vllm.model_executor.kernels.linear.scaled_mm import cpu
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -15,6 +16,7 @@ def apply() -> None:
     """Mend this process's vLLM; once is enough."""
     _keep_amx_from_fp32()
     _keep_scales_alive()
+    _place_adapters_beside_handles()
 
 
 def after_reload(model: nn.Module) -> None:
@@ -48,3 +50,14 @@ def _keep_scales_alive() -> None:
         return handle
 
     operations.create_onednn_scaled_mm = create_with_scales
+
+
+def _place_adapters_beside_handles() -> None:
+    """vLLM puts adapters where the weight lies, and fails for one that only oneDNN's handle holds, on a CPU."""
+    device_of = base_linear._get_lora_device
+
+    def device_of_any(layer: nn.Module) -> torch.device:
+        is_behind_handle = getattr(layer, "weight", layer) is None
+        return torch.device("cpu") if is_behind_handle else device_of(layer)
+
+    base_linear._get_lora_device = device_of_any

@@ -8,14 +8,16 @@ Scales are compared within the outputs' precision. Shape letters: N output chann
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 
+from qarl.models.lora import PREFIX, A, B
 from qarl.quant import Scheme, scheme_named
 from qarl.quant.formats import IntegerFormat
 from qarl.quant.scales import PerRow
@@ -28,6 +30,9 @@ COLUMNS_OF_HEAD = 64
 
 Products = Sequence[tuple[int, Tensor]]
 """Rows of K that a layer was asked for at a time: the first one's number, and their products [rows, N]."""
+
+
+Layer = TypeVar("Layer", LinearBase, BaseLinearLayerWithLoRA)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +53,7 @@ def served(model: Any, received: Snapshot) -> dict[str, Tensor]:
     products do not agree with is NaN. KeyError for a tensor that the model has no place for.
     """
     found, seen = dict(received.tensors), set()
-    for layer, parts in _layers(model):
+    for layer, parts in _layers(model, LinearBase):
         products = _products(layer)
         for part in parts:
             name = f"{part.module}.weight"
@@ -85,6 +90,27 @@ def _served_head(model: Any, received: Snapshot) -> dict[str, Tensor]:
     other = sent.clone()
     other[:, chosen] = product
     return {name: other}
+
+
+@torch.no_grad()
+def served_adapters(model: Any, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of `received`, by PEFT's names, as this worker multiplies with them; and others that it has.
+
+    What other workers hold is left as it was received. A is what vLLM keeps, which has room for more ranks, where there
+    is anything in that room.
+    """
+    found = {name: tensor.clone() for name, tensor in received.items()}
+    for layer, parts in _layers(model, BaseLinearLayerWithLoRA):
+        for part, stacked_a, stacked_b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+            a, b = stacked_a[0, 0].cpu(), stacked_b[0, 0].cpu()
+            name_a, name_b = f"{PREFIX}{part.module}{A}", f"{PREFIX}{part.module}{B}"
+            rank = len(received[name_a]) if name_a in received else 0
+            if bool(a[rank:].any()) or bool(b[:, rank:].any()):
+                found[name_a] = a
+            elif rank > 0:
+                found[name_a][:, part.columns] = a[:rank]
+                found[name_b][part.rows] = b[:, :rank]
+    return found
 
 
 def _multiplies(products: Products, part: Part, received: Snapshot, scheme: Scheme) -> bool:
@@ -158,13 +184,14 @@ def _device(layer: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[LinearBase, list[Part]]]:
-    """Every linear layer with the matrices that vLLM fused in it."""
+def _layers(model: nn.Module, kind: type[Layer]) -> Iterator[tuple[Layer, list[Part]]]:
+    """Every linear layer, or everything around one that adds adapters, with the matrices that vLLM fused in it."""
     fused = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
-            parent, _, leaf = name.rpartition(".")
-            yield layer, _parts(layer, [f"{parent}.{member}" for member in fused.get(leaf, [leaf])])
+        if isinstance(layer, kind):
+            parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
+            linear = layer.base_layer if isinstance(layer, BaseLinearLayerWithLoRA) else layer
+            yield layer, _parts(linear, [f"{parent}.{member}" for member in fused.get(leaf, [leaf])])
 
 
 def _parts(layer: LinearBase, modules: Sequence[str]) -> list[Part]:

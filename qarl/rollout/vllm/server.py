@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 
@@ -18,6 +19,7 @@ from qarl.records import Sampling
 from qarl.rollout.vllm.service import Answer, Ask, Watch, sampling_params
 
 GENERATE, CALL, FORGET = "/inference/v1/generate", "/collective_rpc", "/reset_prefix_cache"
+ADAPT, GIVE_UP = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 DONE = "[DONE]"
 
@@ -32,6 +34,7 @@ class Server:
         self.name = f"vLLM at {url}"
         self._url = url.rstrip("/")
         self._timeout = timeout_s
+        self._adapters: str | None = None  # the server's name for those that are served
         try:
             httpx2.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
         except httpx2.HTTPError as error:
@@ -44,17 +47,24 @@ class Server:
         return asyncio.run(self._complete(asks, sampling, watch))
 
     def call(self, method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        found = self._post(CALL, {"method": method, "args": [json.dumps(message)]})
+        found = self._post(CALL, {"method": method, "args": [json.dumps(message)]}).json()
         return list(found["results"])
 
+    def adapt(self, folder: str) -> None:
+        before, name = self._adapters, f"qarl-{uuid4().hex}"  # a name that no run before has left there
+        self._post(ADAPT, {"lora_name": name, "lora_path": folder})
+        self._adapters = name
+        if before is not None:
+            self._post(GIVE_UP, {"lora_name": before})
+
     def forget(self) -> None:
-        if not self._post(FORGET, {})["success"]:
+        if not self._post(FORGET, {}).json()["success"]:
             raise RunError(f"{self.name} did not drop its cached keys and values, of weights that are no longer served")
 
     def close(self) -> None:
         """Others may use it too."""
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: Mapping[str, Any]) -> httpx2.Response:
         try:
             answer = httpx2.post(f"{self._url}{path}", json=body, timeout=self._timeout)
         except httpx2.HTTPError as error:
@@ -63,7 +73,7 @@ class Server:
             raise RunError(
                 f"{self.name} refused {path}: {answer.status_code} {answer.text[:500]}; its own log says more"
             )
-        return dict(answer.json())
+        return answer
 
     async def _complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
         answers = [Answer() for _ in asks]
@@ -111,6 +121,8 @@ class Server:
         self, client: httpx2.AsyncClient, ask: Ask, sampling: Sampling, answer: Answer, heard: Callable[[Answer], None]
     ) -> None:
         body = {"token_ids": list(ask.token_ids), "sampling_params": sampling_params(ask, sampling), "stream": True}
+        if self._adapters is not None:
+            body["model"] = self._adapters
         async with client.stream("POST", GENERATE, json=body) as response:
             if response.is_error:
                 text = (await response.aread()).decode(errors="replace")

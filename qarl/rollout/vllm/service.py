@@ -60,6 +60,10 @@ class Service(Protocol):
         """What every worker answers to this method of `Worker`; what is sent and comes back is JSON."""
         ...
 
+    def adapt(self, folder: str) -> None:
+        """Load the adapters of a folder of PEFT's, for every ask from now on; those before are given up."""
+        ...
+
     def forget(self) -> None:
         """Drop cached keys and values, which belong to the weights before."""
         ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -15,7 +16,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.rollout.vllm import repairs
 from qarl.rollout.vllm.layers import LayerOutputs
-from qarl.rollout.vllm.served import served
+from qarl.rollout.vllm.served import served, served_adapters
+from qarl.sync.adapters import read_peft
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import stored
 from qarl.sync.transport import receive
@@ -35,6 +37,7 @@ class Worker:
         """What a client must know before it trusts this server."""
         config = self.vllm_config
         model = config.model_config.hf_config
+        lora = config.lora_config
         return {
             "vllm": vllm.__version__,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -46,6 +49,8 @@ class Worker:
             "device": config.device_config.device_type,
             "hidden_size": model.hidden_size,
             "num_hidden_layers": model.num_hidden_layers,
+            "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
+            "lora_target_modules": [] if lora is None else sorted(lora.target_modules or []),
         }
 
     def qarl_watch(self, _: str) -> dict[str, Any]:
@@ -83,3 +88,8 @@ class Worker:
                 "read_back": time.perf_counter() - loaded,
             },
         }
+
+    def qarl_adapters(self, message: str) -> dict[str, Any]:
+        """A digest of every tensor of adapters as it is served now; they were loaded from the message's `folder`."""
+        sent, _, _ = read_peft(Path(json.loads(message)["folder"]))
+        return {"rank": self.rank, "digests": digests(served_adapters(self.model_runner.get_model(), sent))}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qarl.learner.learner import LocalLearner
+from qarl.models.lora import LoraConfig
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
 from qarl.records import Snapshot
 from qarl.rollout.config import VllmEngineConfig
@@ -28,22 +29,24 @@ class Started:
     scheme: str
     dtype: str
     engine: VllmEngine
+    lora: LoraConfig | None = None
 
-    def learner(self, seed: int = 0) -> LocalLearner:
+    def learner(self, seed: int = 0, **config: Any) -> LocalLearner:
         """With the engine's scheme, scales and head."""
         matrices = SMALL.decoder().matrices()
         plan = plan_schemes(matrices, scheme_named(self.scheme), QuantConfig(rules={"lm_head": "none"}))
         schemes = plan.with_scales_in(getattr(torch, self.dtype)).quantized
-        return SMALL.learner(schemes=schemes, seed=seed)
+        return SMALL.learner(schemes=schemes, seed=seed, lora=self.lora, **config)
 
     def version(self, number: int) -> Snapshot:
         """Other weights in every version."""
         return dataclasses.replace(self.learner(seed=number).publish(), version=number)
 
 
-def start(scheme: str, dtype: str, **config: Any) -> Started:
+def start(scheme: str, dtype: str, lora: LoraConfig | None = None, **config: Any) -> Started:
     settings = VllmEngineConfig(dtype=dtype, kv_bytes=1 << 26, max_concurrency=32, **config)
-    return Started(scheme, dtype, VllmEngine(settings, None, SMALL.config, SMALL.sampleable, 128, str))
+    engine = VllmEngine(settings, None, SMALL.config, SMALL.sampleable, 128, str, lora=lora)
+    return Started(scheme, dtype, engine, lora)
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.models.config import ModelConfig
+from qarl.models.lora import LoraConfig
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
-from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
 from qarl.rollout.config import NativeEngineConfig, VllmEngineConfig
 from qarl.rollout.native import NativeEngine
 from qarl.rollout.request import Progress, Stop
@@ -31,6 +32,7 @@ from qarl.rollout.vllm import engine as engine_module
 from qarl.rollout.vllm import offline, server
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.service import Answer, Ask, Watch
+from qarl.sync.adapters import adapters_checksum, read_peft
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import FORMATS, stored
 from qarl.sync.snapshot import take_snapshot
@@ -65,13 +67,20 @@ class Pretended:
             "world_size": workers,
             "hidden_size": model.hidden_size,
             "num_hidden_layers": model.num_layers,
+            "max_lora_rank": 0,
+            "lora_target_modules": [],
         }
+        self.arguments: dict[str, Any] = {}
         self._places = places
+        self._base: Snapshot | None = None
         self._engine = NativeEngine(
             NativeEngineConfig(), dataclasses.replace(model, vocab_size=vocab_size), vocab_size, str
         )
 
-    def start(self, folder: Path, config: VllmEngineConfig, max_model_len: int) -> Pretended:
+    def start(
+        self, folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]
+    ) -> Pretended:
+        self.arguments = dict(adapters)
         assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
         self.started_from.append(folder)
         return self
@@ -83,17 +92,29 @@ class Pretended:
         workers = int(self.description["world_size"])
         if method == "qarl_describe":
             return [dict(self.description)] * workers
+        if method == "qarl_adapters":
+            sent = read_peft(Path(message["folder"]))[0]
+            return [{"rank": rank, "digests": digests(self.spoil(rank, dict(sent)))} for rank in range(workers)]
         assert method == "qarl_load"
         with ThreadPoolExecutor(workers) as pool:
             received = list(pool.map(lambda rank: receive(message, rank), range(workers)))
         if self.serves_floats:
             self._engine.load(received[0])
+            self._base = received[0]
         self.log.append(f"load {received[0].version}")
         seconds = {"receive": 0.25, "load": 0.5, "read_back": 0.125}
         return [
             {"rank": rank, "digests": digests(self.spoil(rank, dict(one.tensors))), "seconds": seconds}
             for rank, one in enumerate(received)
         ]
+
+    def adapt(self, folder: str) -> None:
+        tensors, rank, alpha = read_peft(Path(folder))
+        assert self._base is not None
+        found = adapters_checksum(digests(tensors), self._base.checksum, rank, alpha)
+        lora = Lora(self._base, rank, alpha)
+        self._engine.load(Snapshot(0, tensors, self._base.schemes, found, lora=lora))
+        self.log.append(f"adapt {Path(folder).name}")
 
     def forget(self) -> None:
         self.log.append("forget")
@@ -129,11 +150,16 @@ class Stage:
     service: Pretended
 
     def engine(
-        self, snapshot: Snapshot | None = None, progress: Progress | None = None, url: str | None = None, **config: Any
+        self,
+        snapshot: Snapshot | None = None,
+        progress: Progress | None = None,
+        url: str | None = None,
+        lora: Any = None,
+        **config: Any,
     ) -> VllmEngine:
         """Serves the snapshot; without one, nothing yet."""
         settings = VllmEngineConfig(**{"dtype": "float32", "timeout_s": 20.0, **config})
-        engine = VllmEngine(settings, url, self.small.config, self.small.sampleable, 40, str, progress)
+        engine = VllmEngine(settings, url, self.small.config, self.small.sampleable, 40, str, progress, lora)
         if snapshot is not None:
             engine.load(snapshot)
         return engine
@@ -488,3 +514,98 @@ def test_one_place_after_the_other_is_no_bubble_and_few_completions_have_few_pla
     sampling = dataclasses.replace(stage.small.sampling, stop_token_ids=(), max_new_tokens=3)
     engine.generate(stage.small.prompts(5), 3, sampling, SEED)
     assert numbers(engine)["perf/bubble"] == pytest.approx(0.0, abs=1e-6)
+
+
+LORA = LoraConfig(rank=4, alpha=6.0, targets=("*.q_proj", "*.down_proj"))
+
+
+def trained(small: Any, versions: int, seed: int = 0) -> list[Snapshot]:
+    """Versions of adapters on one base; the first adds nothing to it."""
+    learner = small.learner("w8a8-int8", rules={"lm_head": "none"}, seed=seed, lora=LORA, lr=0.05)
+    found = [learner.publish()]
+    while len(found) < versions:
+        groups = small.rollout(learner, *LENGTHS)
+        learner.update(groups, small.advantages(groups))
+        found.append(learner.publish())
+    return found
+
+
+def test_adapters_go_alone_to_a_base_that_is_served_already(stage: Stage, tmp_path: Path) -> None:
+    versions = trained(stage.small, 3)
+    engine = stage.engine(versions[0], lora=LORA, transport="disk", folder=str(tmp_path))
+    assert stage.service.arguments["max_lora_rank"] == 8
+    told = []
+    for snapshot in versions:
+        engine.load(snapshot)
+        assert numbers(engine)["publish/bytes"] == sum(tensor.nbytes for tensor in snapshot.tensors.values())
+        told.append(engine.generate(stage.small.prompts(*LENGTHS), 2, stage.small.sampling, SEED))
+        assert engine.version == snapshot.version
+    log = ["load 0", *("adapt version-0", "forget") * 2, "adapt version-1", "forget", "adapt version-2", "forget"]
+    assert stage.service.log == log
+    assert len({str(tokens(groups)) for groups in told}) == 3
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_the_service_samples_from_are_base_and_adapters(stage: Stage) -> None:
+    versions = trained(stage.small, 2)
+    engine, native = stage.engine(versions[1], lora=LORA), stage.small.engine(versions[1])
+    [group] = engine.generate(stage.small.prompts(9), 2, stage.small.sampling, SEED)
+    for completion in group.completions:
+        with torch.no_grad():
+            predicted = stage.small.predicted(native.decoder, group.prompt, completion).double()
+        expected = (predicted / stage.small.sampling.temperature).log_softmax(-1)
+        found = expected.gather(-1, completion.token_ids[:, None])[:, 0]
+        torch.testing.assert_close(completion.engine_logprobs.double(), found, rtol=0, atol=1e-4)
+
+
+def test_adapters_of_another_base_bring_it_with_them(stage: Stage) -> None:
+    engine = stage.engine(lora=LORA)
+    for seed in (0, 1, 1, 0):
+        engine.load(trained(stage.small, 1, seed)[0])
+    adapted = ["adapt version-0", "forget"]
+    assert stage.service.log == [*(["load 0", *adapted] * 2), *adapted, "load 0", *adapted]
+
+
+def test_a_base_whose_load_failed_is_loaded_again(stage: Stage) -> None:
+    engine, [snapshot] = stage.engine(lora=LORA), trained(stage.small, 1)
+    stage.service.spoil = flipped
+    with pytest.raises(RunError, match=rf"weights of version 0: .* another tensor {QUERY}"):
+        engine.load(snapshot)
+    stage.service.spoil = lambda rank, tensors: tensors
+    engine.load(snapshot)
+    assert stage.service.log == ["load 0", "load 0", "adapt version-0", "forget"]
+
+
+def test_a_worker_that_serves_other_adapters_ends_the_run_and_the_tensor_is_named(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = made_stage(small, monkeypatch, workers=2)
+    first, second = trained(small, 2)
+    engine = stage.engine(first, lora=LORA)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    stage.service.spoil = of_worker(1, lambda rank, tensors: tensors | {name: tensors[name] * 1.5})
+    message = f"adapters of version 1: worker 1 of vLLM serves another tensor {name} than was published, and 0 more;"
+    with pytest.raises(RunError, match=re.escape(message)):
+        engine.load(second)
+    assert engine.version == 0
+
+
+def test_adapters_that_changed_after_they_were_published_are_never_sent(stage: Stage) -> None:
+    first, second = trained(stage.small, 2)
+    engine = stage.engine(first, lora=LORA)
+    before = list(stage.service.log)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    damaged = dataclasses.replace(second, tensors={**second.tensors, name: second.tensors[name] + 1e-3})
+    with pytest.raises(RunError, match="adapters of version 1 changed between publishing and loading"):
+        engine.load(damaged)
+    assert (engine.version, stage.service.log) == (0, before)
+
+
+def test_a_server_that_was_started_without_the_recipes_adapters_is_refused(stage: Stage) -> None:
+    with pytest.raises(ConfigurationError, match=r"its max_lora_rank is 0, this recipe needs 8; start it with"):
+        stage.engine(url="http://node1:8000", lora=LORA)
+    stage.service.description |= {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
+    with pytest.raises(ConfigurationError, match=r"its lora_target_modules is \['q_proj'\], this recipe needs"):
+        stage.engine(url="http://node1:8000", lora=LORA)
+    with pytest.raises(ConfigurationError, match=r"its max_lora_rank is 8, this recipe needs 0"):
+        stage.engine(url="http://node1:8000")

@@ -21,17 +21,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.errors import ConfigurationError
 from qarl.models.decoder import Decoder
+from qarl.models.lora import LoraConfig
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
 from qarl.records import Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm import launch
-from qarl.rollout.vllm.launch import SERVER, arguments, as_served, command_line, environment, require_vllm, write_model
+from qarl.rollout.vllm.launch import (
+    SERVER,
+    adapter_arguments,
+    adapters_as_served,
+    arguments,
+    as_served,
+    command_line,
+    environment,
+    require_vllm,
+    write_model,
+)
 from qarl.sync.checksum import checksum
 from qarl.sync.compressed_tensors import FORMATS
 from qarl.sync.snapshot import take_snapshot
 
 EMBEDDINGS = "model.embed_tokens.weight"
 QUERY = "model.layers.0.self_attn.q_proj"
+WITHOUT = {"enable_lora": False}
+"""Adapters."""
 
 
 @pytest.fixture
@@ -151,7 +164,7 @@ def test_the_folder_is_read_by_transformers_and_by_the_library(
 
 def test_the_arguments_are_those_of_the_recipe_and_leave_no_default_to_vllm() -> None:
     config = VllmEngineConfig(dtype="float16", kv_bytes=1 << 21, max_concurrency=7, tensor_parallel=2, compiled=True)
-    found = arguments(config, 300)
+    found = arguments(config, 300, WITHOUT)
     assert found == {
         "dtype": "float16",
         "max_model_len": 300,
@@ -166,14 +179,15 @@ def test_the_arguments_are_those_of_the_recipe_and_leave_no_default_to_vllm() ->
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": "qarl.rollout.vllm.worker.Worker",
+        "enable_lora": False,
     }
 
 
 def test_further_options_reach_vllm(known_arguments: None) -> None:
     config = VllmEngineConfig(options={"max_num_batched_tokens": 512, "swap_space": 0.5})
-    found = arguments(config, 300)
+    found = arguments(config, 300, WITHOUT)
     assert (found["max_num_batched_tokens"], found["swap_space"]) == (512, 0.5)
-    assert found.keys() == arguments(VllmEngineConfig(), 300).keys() | {"max_num_batched_tokens", "swap_space"}
+    assert found.keys() == arguments(VllmEngineConfig(), 300, WITHOUT).keys() | {"max_num_batched_tokens", "swap_space"}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,7 @@ def test_further_options_reach_vllm(known_arguments: None) -> None:
 )
 def test_options_that_are_ours_or_nobodys_are_refused(known_arguments: None, name: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        arguments(VllmEngineConfig(options={name: 1}), 300)
+        arguments(VllmEngineConfig(options={name: 1}), 300, WITHOUT)
 
 
 def test_what_a_user_set_stands_but_for_what_changes_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +225,12 @@ def test_one_worker_may_have_every_core_and_several_share_them_as_vllm_does(monk
 
 def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> None:
     config = VllmEngineConfig(compiled=True, max_concurrency=7, options={"swap_space": 0.5})
-    command = command_line(Path("/models/tiny"), config, 300, "0.0.0.0", 8001)
+    command = command_line(Path("/models/tiny"), config, 300, WITHOUT, "0.0.0.0", 8001)
     assert command[:3] == [sys.executable, "-m", SERVER]
     value_of = dict(itertools.pairwise(command))
     assert value_of["--model"] == "/models/tiny"
     assert (value_of["--host"], value_of["--port"]) == ("0.0.0.0", "8001")
-    for name, value in arguments(config, 300).items():
+    for name, value in arguments(config, 300, WITHOUT).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             assert (f"--{flag}" in command, f"--no-{flag}" in command) == (value, not value)
@@ -225,12 +239,43 @@ def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> Non
     assert {"--no-enforce-eager", "--enable-prefix-caching"} <= set(command)
 
 
-def test_tables_and_lists_are_json_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "places"), [(1, 1), (2, 8), (8, 8), (9, 16), (321, 512), (512, 512)])
+def test_adapters_have_one_place_of_a_rank_that_vllm_has_in_the_layers_that_are_trained(
+    small: Any, rank: int, places: int
+) -> None:
+    lora = LoraConfig(rank=rank, targets=("*.layers.1.*.v_proj", "*.q_proj"))
+    assert adapter_arguments(lora, small.decoder()) == {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": places,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+    assert adapter_arguments(None, small.decoder()) == WITHOUT
+
+
+@pytest.mark.parametrize(("dtype", "b"), [(torch.float32, 0.43125), (torch.bfloat16, 0.431640625)])
+def test_adapters_are_scaled_before_they_are_rounded(small: Any, dtype: torch.dtype, b: float) -> None:
+    """0.3 x 23 / 16 = 0.43125, of which bfloat16's nearest is 0.431640625; 0.3 rounded first would give 0.4336."""
+    learner = small.learner(lora=LoraConfig(rank=16, alpha=23.0, targets=("*.q_proj",)))
+    published = learner.publish()
+    tensors = {name: torch.full_like(tensor, 0.3) for name, tensor in published.tensors.items()}
+    served = adapters_as_served(dataclasses.replace(published, tensors=tensors), dtype)
+    for name, tensor in served.tensors.items():
+        expected = torch.full_like(tensor, b if "lora_B" in name else 0.3, dtype=dtype)
+        torch.testing.assert_close(tensor, expected, rtol=2e-7 if dtype == torch.float32 else 0, atol=0)
+    assert served.lora is not None and published.lora is not None
+    assert (served.lora.base, served.lora.scale, served.version) == (published.lora.base, 1.0, 0)
+
+
+def test_tables_are_json_on_the_command_line_and_lists_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_check_options", lambda config, ours: None)
-    options = {"compilation_config": {"mode": 3}, "middleware": ["a.b"]}
-    command = command_line(Path("m"), VllmEngineConfig(options=options), 300, "h", 1)
+    adapters = {"enable_lora": True, "lora_target_modules": ["q_proj", "v_proj"]}
+    options = {"compilation_config": {"mode": 3}}
+    command = command_line(Path("m"), VllmEngineConfig(options=options), 300, adapters, "h", 1)
     value_of = dict(itertools.pairwise(command))
     assert {name: json.loads(value_of[f"--{name.replace('_', '-')}"]) for name in options} == options
+    place = command.index("--lora-target-modules")
+    assert "--enable-lora" in command and command[place + 1 : place + 3] == ["q_proj", "v_proj"]
 
 
 @pytest.mark.parametrize("head_dtype", ["float32", "model"])
@@ -242,6 +287,6 @@ def test_the_type_of_logits_is_that_of_the_recipe(small, tmp_path: Path, head_dt
 
 def test_prompts_are_computed_in_pieces_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "enable_chunked_prefill" not in arguments(VllmEngineConfig(), 4096)
+    assert "enable_chunked_prefill" not in arguments(VllmEngineConfig(), 4096, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert arguments(VllmEngineConfig(), 4096)["enable_chunked_prefill"] is False
+    assert arguments(VllmEngineConfig(), 4096, None)["enable_chunked_prefill"] is False

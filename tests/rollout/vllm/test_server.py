@@ -15,7 +15,7 @@ import pytest
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.records import Sampling
-from qarl.rollout.vllm.server import CALL, FORGET, GENERATE, Server
+from qarl.rollout.vllm.server import ADAPT, CALL, FORGET, GENERATE, GIVE_UP, Server
 from qarl.rollout.vllm.service import Answer, Ask, sampling_params
 
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=8, stop_token_ids=(3,))
@@ -44,7 +44,10 @@ class Talk(BaseHTTPRequestHandler):
             self.server.left.set()
 
     def say(self, content: Any, status: int = 200) -> None:
-        text = json.dumps(content).encode()
+        self.text(json.dumps(content), status)
+
+    def text(self, content: str, status: int = 200) -> None:
+        text = content.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -344,3 +347,28 @@ def test_a_slash_at_the_end_of_a_url_is_none_of_its_paths(vllm: Pretended) -> No
     vllm.replies[FORGET] = lambda talk, body: talk.say({"success": True})
     Server(f"{vllm.url}/", 5.0).forget()
     assert vllm.seen[0][0] == FORGET
+
+
+def test_what_is_asked_is_asked_of_the_adapters_that_were_loaded_last(vllm: Pretended) -> None:
+    vllm.replies |= {ADAPT: lambda talk, body: talk.text("Success"), GIVE_UP: lambda talk, body: talk.text("Success")}
+    vllm.replies[GENERATE] = three_tokens
+    client = vllm.client()
+    for folder in (None, "/shm/version-1", "/shm/version-2"):
+        if folder is not None:
+            client.adapt(folder)
+        client.complete([Ask([1], 8, 0)], SAMPLING, lambda finished: False)
+    (_, plain), (_, first), (_, asked_first), (_, second), (_, given_up), (_, asked_second) = vllm.seen
+    assert [path for path, _ in vllm.seen] == [GENERATE, ADAPT, GENERATE, ADAPT, GIVE_UP, GENERATE]
+    assert (first["lora_path"], second["lora_path"]) == ("/shm/version-1", "/shm/version-2")
+    assert "model" not in plain
+    assert (asked_first["model"], asked_second["model"]) == (first["lora_name"], second["lora_name"])
+    assert given_up == {"lora_name": first["lora_name"]} and first["lora_name"] != second["lora_name"]
+
+
+def test_adapters_that_are_refused_are_not_asked(vllm: Pretended) -> None:
+    vllm.replies |= {ADAPT: lambda talk, body: talk.say({"error": "no adapter"}, 404), GENERATE: three_tokens}
+    client = vllm.client()
+    with pytest.raises(RunError, match=r"refused /v1/load_lora_adapter: 404 .*no adapter"):
+        client.adapt("/shm/version-1")
+    client.complete([Ask([1], 8, 0)], SAMPLING, lambda finished: False)
+    assert "model" not in vllm.seen[-1][1]
