@@ -287,6 +287,6 @@ def test_the_type_of_logits_is_that_of_the_recipe(small, tmp_path: Path, head_dt
 
 def test_prompts_are_computed_in_pieces_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "enable_chunked_prefill" not in arguments(VllmEngineConfig(), 4096, None)
+    assert "enable_chunked_prefill" not in arguments(VllmEngineConfig(), 4096, {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert arguments(VllmEngineConfig(), 4096, None)["enable_chunked_prefill"] is False
+    assert arguments(VllmEngineConfig(), 4096, {})["enable_chunked_prefill"] is False
