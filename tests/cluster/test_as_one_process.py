@@ -24,6 +24,7 @@ from tests.cluster.conftest import Troupe
 
 RECIPE = """
 model = "tiny"
+device = "cpu"
 seed = 2
 steps = 9
 prompts_per_step = 6

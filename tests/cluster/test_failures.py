@@ -36,7 +36,7 @@ class Ranks:
         for rank in (0, 1):
             place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
             environment = os.environ | {name: str(value) for name, value in place.items()} | {"OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", "qarl", "train", SMOKE, *arguments]
+            command = [sys.executable, "-m", "qarl", "train", SMOKE, "--device=cpu", *arguments]
             self.processes.append(
                 subprocess.Popen(
                     command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -96,7 +96,12 @@ def test_ctrl_c_saves_the_last_step_and_any_number_of_ranks_goes_on(ranks: list[
     assert found is not None and found.step >= 7
 
     alone = ["--run-dir", str(tmp_path), f"--steps={found.step + 1}", "--checkpoint.every=5"]
-    subprocess.run([sys.executable, "-m", "qarl", "train", SMOKE, *alone], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "qarl", "train", SMOKE, "--device=cpu", *alone],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     again = start(ranks, "--run-dir", str(tmp_path), f"--steps={found.step + 2}", *ENDLESS[1:])
     assert again.end()[0] == (0, 0)
     rows = read_lines(tmp_path / "metrics.jsonl")
@@ -132,7 +137,7 @@ def test_a_follower_does_not_outlive_its_leader(ranks: list[Ranks], tmp_path: Pa
 
 
 def test_torchrun_reports_the_first_cause(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "qarl", "train", SMOKE]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "qarl", "train", SMOKE, "--device=cpu"]
     sick = ["--run-dir", str(tmp_path), "--health.truncated={limit = 0.0, steps = 2, action = 'stop'}"]
     found = subprocess.run([sys.executable, *command, *sick], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 1

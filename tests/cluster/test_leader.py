@@ -21,6 +21,7 @@ from qarl.rollout.request import unstarted
 
 TOML = """
 model = "tiny"
+device = "cpu"
 steps = 9
 prompts_per_step = 3
 group_size = 3
