@@ -111,7 +111,7 @@ def align(
             if progress is not None:
                 progress(min(findings.tokens, tokens), tokens)
         step += 1
-    return _report(findings, alignment) | {"engine": engine_config["type"]}
+    return _report(findings, alignment)
 
 
 def broken_promise(found: Mapping[str, Any]) -> str | None:
@@ -120,8 +120,6 @@ def broken_promise(found: Mapping[str, Any]) -> str | None:
     With our engine and the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs
     may depend on the batch, and `codes` is the truth; so it is with another engine.
     """
-    if found["engine"] != "native":
-        return None
     layers = [row["layer"] for row in found["per_layer"] if row["bit_equal_fraction"] < 1.0]
     is_exact = found["level"] == "exact"
     if not kernels().exact_matmul or found["level"] == "none" or (is_exact and not layers):

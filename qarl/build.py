@@ -161,6 +161,12 @@ def engine_of(recipe: Recipe, make_engine: Callable[..., Engine], progress: Prog
         return Fleet(lambda index, tell: make_engine(tell, config.urls[index]), len(config.urls), 0, progress)
     if recipe.cluster.engines == 0:
         return make_engine(progress)
+    if isinstance(config, NativeEngineConfig) and kernels().device.type != "cpu":
+        raise ConfigurationError(
+            f"cluster.engines = {recipe.cluster.engines} with a learner on {kernels().device}: our engines in "
+            "processes of their own compute on CPUs so far; set device = 'cpu', engine.type = 'vllm', or "
+            "cluster.engines = 0"
+        )
     # Only an aligned learner counts on the engine's bits, and only on those of our own.
     must_agree = None
     if recipe.alignment == "auto" and isinstance(config, NativeEngineConfig):
@@ -318,10 +324,11 @@ def _engines_elsewhere(recipe: Recipe) -> list[str]:
     if cluster.engines == 0:
         return []
     where = f"the Ray cluster {cluster.ray_address}" if cluster.ray_address else "this machine"
+    is_checked = recipe.alignment == "auto" and isinstance(recipe.engine, NativeEngineConfig)
     checked = "; their kernels, instructions and a probe of log-probabilities equal the learner's"
     return [
         f"engines: {cluster.engines} processes on {where}, threads each {cluster.engine_cpus}"
-        f"{checked if recipe.alignment == 'auto' else ''}"
+        f"{checked if is_checked else ''}"
     ]
 
 

@@ -84,7 +84,7 @@ def test_every_scheme_is_exact(scheme: str) -> None:
     assert found["level"] == "exact"
     assert (found["max_abs_logprob_diff"], found["mean_abs_logprob_diff"], found["k3_kl"]) == (0.0, 0.0, 0.0)
     assert (found["bit_equal_fraction"], found["argmax_flips"]) == (1.0, 0)
-    equal = {"max_abs_diff": 0.0, "bit_equal_fraction": 1.0}
+    equal = {"max_abs_diff": 0.0, "bit_equal_fraction": 1.0, "relative_error": 0.0}
     assert found["per_layer"] == [{"layer": 0, **equal}, {"layer": 1, **equal}]
     assert broken_promise(found) is None
 

@@ -107,5 +107,6 @@ def scale_and_inverse(amax: Tensor, largest: float, dtype: torch.dtype = torch.f
     scale, factor = safe_amax / limit, limit / safe_amax
     if dtype != torch.float32:
         scale = scale.to(dtype).float()
+        is_zero = is_zero | (scale == 0)
         factor = torch.ones_like(scale) / scale
     return scale.masked_fill_(is_zero, 1.0), factor.masked_fill_(is_zero, 0.0)

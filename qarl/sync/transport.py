@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -78,31 +79,40 @@ class FolderTransport:
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent)
-        self._home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=parent))
+        self._home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}+{os.getpid()}+", dir=parent))
         self._offered: Path | None = None
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
 
     def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         self.withdraw()
         self._offered = self._home / f"version-{snapshot.version}"
-        if snapshot.lora is None:
-            write_snapshot(snapshot, self._offered)
-        else:
-            write_peft(
-                self._offered, snapshot.tensors, snapshot.lora.rank, snapshot.lora.alpha, snapshot.lora.base.checksum
-            )
+        try:
+            self._write(snapshot, self._offered)
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(self._home).free
+            raise RunError(
+                f"weights of version {snapshot.version} could not be put into {self._home}, where {free} bytes are "
+                f"free: {error}; make room, or set engine.transport = 'disk' and engine.folder"
+            ) from error
         return {"way": "folder", "folder": str(self._offered)}
+
+    def _write(self, snapshot: Snapshot, folder: Path) -> None:
+        lora = snapshot.lora
+        if lora is None:
+            write_snapshot(snapshot, folder)
+        else:
+            write_peft(folder, snapshot.tensors, lora.rank, lora.alpha, lora.base.checksum)
 
     def withdraw(self) -> None:
         if self._offered is not None:
-            shutil.rmtree(self._offered)
+            shutil.rmtree(self._offered, ignore_errors=True)
             self._offered = None
 
 
 def _remove_orphans(parent: Path) -> None:
     """Folders of processes of this machine that were killed before they could remove theirs."""
-    for folder in parent.glob(f"{PREFIX}{socket.gethostname()}-*"):
-        process = folder.name.removeprefix(f"{PREFIX}{socket.gethostname()}-").split("-")[0]
+    for folder in parent.glob(f"{PREFIX}{socket.gethostname()}+*"):
+        process = folder.name.split("+")[1]  # no name of a host has this sign
         if process.isdigit() and not _is_running(int(process)):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -196,9 +196,9 @@ def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(t
     host = f"{PREFIX}{socket.gethostname()}"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for name in (f"{host}-{gone.pid}-x", f"{host}-{os.getpid()}-x", f"{PREFIX}another-{gone.pid}-x"):
+    for name in (f"{host}+{gone.pid}+x", f"{host}+{os.getpid()}+x", f"{host}-7+{gone.pid}+x"):
         (tmp_path / name / "version-3").mkdir(parents=True)
     FolderTransport(tmp_path)
     left = {folder.name for folder in tmp_path.iterdir()}
-    assert f"{host}-{gone.pid}-x" not in left
-    assert {f"{host}-{os.getpid()}-x", f"{PREFIX}another-{gone.pid}-x"} <= left
+    assert f"{host}+{gone.pid}+x" not in left
+    assert {f"{host}+{os.getpid()}+x", f"{host}-7+{gone.pid}+x"} <= left

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from qarl.errors import ConfigurationError, RunError
@@ -24,7 +25,14 @@ from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
 from qarl.rollout.seeds import stream_key
-from qarl.rollout.vllm.launch import adapter_arguments, adapters_as_served, as_served, require_vllm, write_model
+from qarl.rollout.vllm.launch import (
+    adapter_arguments,
+    adapters_as_served,
+    as_served,
+    fingerprint,
+    require_vllm,
+    write_model,
+)
 from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
 from qarl.sync.adapters import verify_adapters
 from qarl.sync.checksum import combine, digests
@@ -67,6 +75,7 @@ class VllmEngine:
         self._service: Service | None = None
         self._transport: Transport | None = None
         self._readings: Metrics = {}
+        self._load = ""  # names what we loaded last
         if url is None:
             require_vllm()
         else:
@@ -114,6 +123,7 @@ class VllmEngine:
         answers = self._require_service().complete(
             [self._ask(request, sampling) for request in requests], sampling, watch
         )
+        self._check_undisturbed()
         self._readings |= watch.metrics()
         done = iter([self._completion(request, one) for request, one in zip(requests, answers, strict=True)])
         return [
@@ -141,12 +151,11 @@ class VllmEngine:
         """
         service = self._require_service()
         service.forget()  # what is cached is not computed again
-        with tempfile.TemporaryDirectory(prefix="qarl-layers-") as folder:
-            message = {"file": str(Path(folder) / "outputs.safetensors")}
-            service.call("qarl_watch", {})
-            service.complete([Ask(token_ids, 1, 0)], Sampling(1.0, 1), lambda finished: False)
-            service.call("qarl_watched", message)
-            found = load_file(message["file"])
+        service.call("qarl_watch", {})
+        service.complete([Ask(token_ids, 1, 0)], Sampling(1.0, 1), lambda finished: False)
+        file = Path(service.call("qarl_watched", {})[0]["file"])
+        found = load(file.read_bytes())
+        file.unlink()
         return found["layers"][:, : len(token_ids)], found["best"][: len(token_ids)]
 
     def close(self) -> None:
@@ -199,16 +208,15 @@ class VllmEngine:
     def _connect(self, url: str) -> None:
         from qarl.rollout.vllm.server import Server
 
-        service = Server(url, self._config.timeout_s)
+        service = Server(url, self._config.timeout_s, self._config.max_concurrency)
         found = self._describe(service)
         check_version(str(found["vllm"]), service.name)
         wanted = {
             "dtype": self._config.dtype,
             "head_dtype": self._config.dtype if self._config.head_dtype == "model" else "float32",
             "logprobs_mode": "processed_logprobs",
-            "vocab_size": self._vocab_size,
-            "hidden_size": self._model.hidden_size,
-            "num_hidden_layers": self._model.num_layers,
+            "rounds_activations_of_int4": False,
+            "model": fingerprint(self._model, self._vocab_size),
             "max_lora_rank": self._adapters.get("max_lora_rank", 0),
             "lora_target_modules": self._adapters.get("lora_target_modules", []),
         }
@@ -218,7 +226,12 @@ class VllmEngine:
                     f"{service.name}: its {name} is {found[name]}, this recipe needs {value}; start it with `qarl "
                     "serve` and this recipe"
                 )
-        self._max_model_len = min(self._max_model_len, int(found["max_model_len"]))
+        if int(found["max_model_len"]) < self._max_model_len:
+            raise ConfigurationError(
+                f"{service.name}: its context is {found['max_model_len']} tokens, this recipe needs "
+                f"{self._max_model_len} (prompts.max_prompt_tokens + sampling.max_new_tokens); start it with `qarl "
+                "serve` and this recipe"
+            )
         self._service = service
         self._open_transport(found)
 
@@ -252,7 +265,7 @@ class VllmEngine:
     def _load_adapters(self, snapshot: Snapshot, lora: Lora) -> dict[str, float]:
         """Serve adapters, on their base; bytes that were sent of them and seconds of the parts."""
         verify_adapters(self._decoder, snapshot)
-        if self._base != lora.base.checksum:
+        if self._base != lora.base.checksum or not self._is_undisturbed():
             self._base = ""
             self._load_whole(lora.base)
             self._base = lora.base.checksum
@@ -269,7 +282,8 @@ class VllmEngine:
     def _offered(self, served: Snapshot) -> Iterator[dict[str, Any]]:
         """How workers receive this version, while it is there for them."""
         assert self._transport is not None
-        message = self._transport.offer(served)
+        self._load = uuid4().hex
+        message = {**self._transport.offer(served), "load": self._load}
         try:
             yield message
         except RunError:
@@ -277,6 +291,18 @@ class VllmEngine:
                 self._transport.withdraw()
             raise
         self._transport.withdraw()
+
+    def _is_undisturbed(self) -> bool:
+        """Whether nobody else has loaded weights into this vLLM since we did."""
+        return all(report["load"] == self._load for report in self._require_service().call("qarl_serving", {}))
+
+    def _check_undisturbed(self) -> None:
+        if not self._is_undisturbed():
+            raise RunError(
+                f"{self._require_service().name}: somebody else has loaded weights there since version "
+                f"{self.version}, or it was started again: what it has sampled is of no known weights. Give every "
+                "run a server of its own"
+            )
 
     def _compare(self, what: str, expected: Mapping[str, str], reports: Sequence[Mapping[str, Any]]) -> None:
         """What every worker serves with what was sent."""

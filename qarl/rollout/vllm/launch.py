@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
@@ -82,7 +83,14 @@ def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: 
         linears = [module for module, _ in Decoder(config).matrices()]
     also: dict[str, Any] = {QUANTIZATION_CONFIG: quantization_config(served.schemes, linears)} if served.schemes else {}
     also |= {"dtype": str(embeddings.dtype).removeprefix("torch."), "head_dtype": head_dtype}
+    also["qarl_fingerprint"] = fingerprint(model, len(embeddings))
     write_folder(folder, config, stored(served.tensors, served.schemes), None, (), also_in_config=also)
+
+
+def fingerprint(model: ModelConfig, vocab_size: int) -> str:
+    """Of everything in a model's description that decides what it computes: 64 hex digits."""
+    described = dataclasses.replace(model, vocab_size=vocab_size).to_hf()
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def adapter_arguments(config: LoraConfig | None, decoder: Decoder) -> dict[str, Any]:

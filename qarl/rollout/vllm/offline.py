@@ -28,7 +28,7 @@ class Offline:
     name = "vLLM"
 
     def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]) -> None:
-        os.environ.update(environment(config))  # before vLLM is imported
+        os.environ.update(environment(config) | {"QARL_RUN": str(os.getpid())})  # before vLLM is imported
         import vllm
 
         self._vllm = vllm
@@ -57,7 +57,7 @@ class Offline:
                     answers[output.request_id].take(*_delta(output.outputs[0]))
                 done = sum(output.finished for output in outputs)
                 finished += done
-                if not is_stopped and watch(finished):
+                if not is_stopped and _told(watch, finished):
                     is_stopped = True
                     engine.abort_request([name for name, one in answers.items() if one.finish_reason == "aborted"])
         if not is_stopped and any(answer.finish_reason == "aborted" for answer in answers.values()):
@@ -108,6 +108,8 @@ class Offline:
         Thread(target=watch, daemon=True).start()
         try:
             yield lambda: last.__setitem__(0, time.monotonic())
+        except _OfCaller as error:
+            raise error.error from None
         except Exception as error:
             if silent.is_set():
                 reason = f"vLLM gave no sign of life for {self._timeout:g} s (engine.timeout_s); it was ended"
@@ -115,6 +117,21 @@ class Offline:
             raise RunError(f"vLLM failed: {str(error) or type(error).__name__}; what it said is above") from error
         finally:
             is_over.set()
+
+
+class _OfCaller(Exception):
+    """Carries what who watches a rollout raised past what is said of vLLM's own errors."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _told(watch: Watch, finished: int) -> bool:
+    try:
+        return watch(finished)
+    except Exception as error:
+        raise _OfCaller(error) from error
 
 
 def _tell_of_death(client: Any) -> None:

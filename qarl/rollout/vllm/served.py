@@ -121,7 +121,7 @@ def _multiplies(products: Products, part: Part, received: Snapshot, scheme: Sche
         return False
     codes_NK = received.tensors[f"{part.module}.weight"][part.rows, part.columns]
     scales_NK = _scales(received, part, scheme)
-    bound = min(0.5, grid.largest * torch.finfo(products[0][1].dtype).eps)
+    bound = min(0.5, grid.largest * half_a_step(products[0][1].dtype))
     for first, product_RN in products:
         some = slice(first, first + len(product_RN))
         apart = product_RN[:, part.of_layer].float().cpu()
@@ -138,13 +138,18 @@ def _served_codes(products: Products, part: Part, received: Snapshot, scheme: Sc
     name = f"{part.module}.weight"
     dense_NK, scales_NK = _dense(products)[part.of_layer], _scales(received, part, scheme)
     codes = scheme.weight.format.round_to_grid(dense_NK.float() / scales_NK)
-    exact, tolerance = codes.float() * scales_NK, torch.finfo(dense_NK.dtype).eps
+    exact, tolerance = codes.float() * scales_NK, half_a_step(dense_NK.dtype)
     agrees = bool(((dense_NK.float() - exact).abs() <= tolerance * exact.abs()).all())
     scale = received.tensors[f"{name}_scale"]
     return {
         name: _replaced(received.tensors[name], part, codes),
         f"{name}_scale": scale if agrees else torch.full_like(scale, float("nan")),
     }
+
+
+def half_a_step(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to this type, and a little for what was rounded before."""
+    return torch.finfo(dtype).eps / 2 * 1.001 + 2.0**-21
 
 
 def _scales(received: Snapshot, part: Part, scheme: Scheme) -> Tensor:

@@ -30,10 +30,11 @@ CLAMPED = -9999.0
 class Server:
     """vLLM at a URL, started by `qarl serve`. ConfigurationError where nobody answers there."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, max_concurrency: int = 256) -> None:
         self.name = f"vLLM at {url}"
         self._url = url.rstrip("/")
         self._timeout = timeout_s
+        self._connections = max_concurrency
         self._adapters: str | None = None  # the server's name for those that are served
         try:
             httpx2.get(f"{self._url}/health", timeout=min(timeout_s, 10.0)).raise_for_status()
@@ -87,8 +88,8 @@ class Server:
                 enough.set()
 
         # A single stream may be silent for long, while the server completes others first.
-        timeout = httpx2.Timeout(self._timeout, read=None)
-        limits = httpx2.Limits(max_connections=None)
+        timeout = httpx2.Timeout(self._timeout, read=None, pool=None)
+        limits = httpx2.Limits(max_connections=self._connections)
         async with httpx2.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
             streams = [
                 self._one(client, ask, sampling, answer, heard) for ask, answer in zip(asks, answers, strict=True)

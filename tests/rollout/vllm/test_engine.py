@@ -31,6 +31,7 @@ from qarl.rollout.seeds import uniforms
 from qarl.rollout.vllm import engine as engine_module
 from qarl.rollout.vllm import offline, server
 from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.launch import fingerprint
 from qarl.rollout.vllm.service import Answer, Ask, Watch
 from qarl.sync.adapters import adapters_checksum, read_peft
 from qarl.sync.checksum import digests
@@ -62,17 +63,17 @@ class Pretended:
             "dtype": "float32",
             "head_dtype": "float32",
             "logprobs_mode": "processed_logprobs",
-            "vocab_size": vocab_size,
+            "rounds_activations_of_int4": False,
+            "model": fingerprint(model, vocab_size),
             "max_model_len": 64,
             "world_size": workers,
-            "hidden_size": model.hidden_size,
-            "num_hidden_layers": model.num_layers,
             "max_lora_rank": 0,
             "lora_target_modules": [],
         }
         self.arguments: dict[str, Any] = {}
         self._places = places
         self._base: Snapshot | None = None
+        self.last_load = ""
         self._engine = NativeEngine(
             NativeEngineConfig(), dataclasses.replace(model, vocab_size=vocab_size), vocab_size, str
         )
@@ -92,6 +93,9 @@ class Pretended:
         workers = int(self.description["world_size"])
         if method == "qarl_describe":
             return [dict(self.description)] * workers
+        if method == "qarl_serving":
+            return [{"load": self.last_load}] * workers
+        self.last_load = message["load"]
         if method == "qarl_adapters":
             sent = read_peft(Path(message["folder"]))[0]
             return [{"rank": rank, "digests": digests(self.spoil(rank, dict(sent)))} for rank in range(workers)]
@@ -184,7 +188,7 @@ def made_stage(small: Any, monkeypatch: pytest.MonkeyPatch, **service: int) -> S
     made = Stage(small, Pretended(small.config, small.sampleable, **service))
     monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
     monkeypatch.setattr(offline, "Offline", made.service.start)
-    monkeypatch.setattr(server, "Server", lambda url, timeout_s: made.service)
+    monkeypatch.setattr(server, "Server", lambda url, timeout_s, max_concurrency: made.service)
     return made
 
 
@@ -438,9 +442,8 @@ def test_a_load_that_fails_tells_its_own_reason_and_leaves_no_version_behind(sta
     [
         ("dtype", "bfloat16", "float32"),
         ("logprobs_mode", "raw_logprobs", "processed_logprobs"),
-        ("vocab_size", 96, "83"),
-        ("hidden_size", 64, "128"),
-        ("num_hidden_layers", 3, "2"),
+        ("rounds_activations_of_int4", True, "False"),
+        ("model", "another", "[0-9a-f]{64}"),
     ],
 )
 def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name: str, found: Any, needed: str) -> None:
@@ -455,7 +458,7 @@ def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name
 def test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[tuple[str, float]] = []
 
-    def connect(url: str, timeout_s: float) -> Pretended:
+    def connect(url: str, timeout_s: float, max_concurrency: int) -> Pretended:
         met.append((url, timeout_s))
         return stage.service
 
@@ -475,13 +478,18 @@ def test_so_are_a_version_that_was_not_tried_and_a_server_that_is_not_ours(stage
         stage.engine(url="http://node1:8000")
 
 
-def test_a_server_may_have_a_shorter_context_than_the_recipe_asks(stage: Stage) -> None:
+def test_a_server_with_a_shorter_context_than_the_recipe_asks_is_refused(stage: Stage) -> None:
     stage.service.description["max_model_len"] = 20
-    engine = stage.engine(stage.snapshot(), url="http://node1:8000")
-    engine.check_fit([Prompt("just", (1,) * 10, "", {})], stage.small.sampling)
-    with pytest.raises(ConfigurationError, match="exceed vLLM's 20 here"):
-        engine.check_fit([Prompt("long", (1,) * 11, "", {})], stage.small.sampling)
-    assert stage.service.started_from == []
+    with pytest.raises(ConfigurationError, match=r"its context is 20 tokens, this recipe needs 40 \("):
+        stage.engine(stage.snapshot(), url="http://node1:8000")
+
+
+def test_weights_that_somebody_else_loaded_meanwhile_end_the_run(stage: Stage) -> None:
+    engine = stage.engine(stage.snapshot())
+    engine.generate(stage.small.prompts(*LENGTHS), 2, stage.small.sampling, SEED)
+    stage.service.last_load = "of another run"
+    with pytest.raises(RunError, match="somebody else has loaded weights there since version 0"):
+        engine.generate(stage.small.prompts(*LENGTHS), 2, stage.small.sampling, SEED)
 
 
 def test_its_readings_are_of_the_last_load_and_the_last_rollout(stage: Stage) -> None:
