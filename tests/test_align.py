@@ -98,7 +98,7 @@ def test_a_run_with_adapters_is_compared_with_them_under_any_scheme(tmp_path: Pa
     restore = LocalLearner.restore
     monkeypatch.setattr(LocalLearner, "restore", lambda learner, folder: restored.append(restore(learner, folder)))
     for scheme in ("w8a8-int8", "w4a16"):
-        found = align(str(tmp_path / "run"), scheme, 1, "fp32", "auto")
+        found = align(str(tmp_path / "run"), scheme, 1, FP32, "auto")
         assert (found["level"], found["bit_equal_fraction"]) == ("exact", 1.0)
         assert [row["bit_equal_fraction"] for row in found["per_layer"]] == [1.0, 1.0]
     assert len(restored) == 2

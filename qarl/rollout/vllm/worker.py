@@ -22,7 +22,7 @@ from qarl.rollout.vllm import repairs
 from qarl.rollout.vllm.layers import LayerOutputs
 from qarl.rollout.vllm.served import served, served_adapters
 from qarl.sync.adapters import read_peft
-from qarl.sync.checksum import digests
+from qarl.sync.checksum import digests, one_thread
 from qarl.sync.compressed_tensors import stored
 from qarl.sync.transport import receive
 
@@ -108,7 +108,8 @@ class Worker:
             repairs.after_reload(self.model_runner.get_model())
         self._qarl_check_addresses(before)
         loaded = time.perf_counter()
-        found = digests(served(self.model_runner.get_model(), snapshot))
+        with one_thread():
+            found = digests(served(self.model_runner.get_model(), snapshot))
         return {
             "rank": self.rank,
             "digests": found,
