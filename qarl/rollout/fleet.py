@@ -1,7 +1,7 @@
 """Several engines as one: prompts are split over them, weights go to all, and an engine that is lost is replaced.
 
-Which engine completes a prompt changes no bit of the completion. Every engine is called from a thread of its own, so
-two native engines of one process, which share its kernels, cannot be in one fleet.
+Which engine completes a prompt changes no bit of the completion, where the engines are our own. Every engine is called
+from a thread of its own, so two native engines of one process, which share its kernels, cannot be in one fleet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """vLLM in processes of this one: seeds, limits, what log-probabilities mean, stopping, and its death."""
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +145,28 @@ def test_its_death_or_silence_ends_a_rollout_in_bounded_time(mortal: Started, ac
         for step in range(1000):
             mortal.engine.generate(SMALL.prompts(5, 40, 9) * 4, 8, Sampling(1.0, 64), (0, step))
     assert time.monotonic() - started < 60
+
+
+def test_vllm_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Its processes would live on, and keep their memory."""
+    program = tmp_path / "run.py"
+    program.write_text(
+        "import multiprocessing, os, signal\n"
+        "from tests.rollout.vllm.conftest import start\n"
+        "if __name__ == '__main__':\n"
+        "    found = start('none', 'float32')\n"
+        "    found.engine.load(found.version(0))\n"
+        "    print([process.pid for process in multiprocessing.active_children()], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with (tmp_path / "out").open("w") as out:
+        root = Path(__file__).parents[3]
+        subprocess.run(
+            [sys.executable, str(program)], stdout=out, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+        )
+    engines = json.loads((tmp_path / "out").read_text().strip().splitlines()[-1])
+    assert engines
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{process}").exists() for process in engines) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not [process for process in engines if Path(f"/proc/{process}").exists()]
