@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,11 +41,25 @@ class TakesTurns:
             return self._engine.generate(*question)
 
 
+FLEETS: list[Fleet] = []
+
+
 def fleet(small: Any, snapshot: Snapshot | None) -> Fleet:
     found = Fleet(lambda index, progress: TakesTurns(small.engine(None, progress)), 2)
+    FLEETS.append(found)
     if snapshot is not None:
         found.load(snapshot)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _nobody_computes_any_more() -> Iterator[None]:
+    """A fleet tells of a refusal at once: its other engine may still be at work, and the next test computes here too."""
+    yield
+    for one in FLEETS:
+        for thread in one._threads:
+            thread.join()
+    FLEETS.clear()
 
 
 ENGINES: dict[str, Callable[[Any, Snapshot | None], Engine]] = {
