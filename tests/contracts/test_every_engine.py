@@ -54,7 +54,7 @@ def fleet(small: Any, snapshot: Snapshot | None) -> Fleet:
 
 @pytest.fixture(autouse=True)
 def _nobody_computes_any_more() -> Iterator[None]:
-    """A fleet tells of a refusal at once: its other engine may be at work still, and the next test computes here too."""
+    """A fleet tells of a refusal at once: its other engine may be at work, and the next test computes here too."""
     yield
     for one in FLEETS:
         for thread in one._threads:
