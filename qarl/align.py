@@ -117,8 +117,8 @@ def align(
 def broken_promise(found: Mapping[str, Any]) -> str | None:
     """What to say when an answer of `align` falls short of what is promised, else None.
 
-    With our engine and the C kernels that is `exact`, unless `none` was asked for. Without them floating-point GEMMs
-    may depend on the batch, and `codes` is the truth; so it is with another engine.
+    Of our own engine: with the C kernels that is `exact`, unless `none` was asked for. Without them floating-point
+    GEMMs may depend on the batch, and `codes` is the truth.
     """
     layers = [row["layer"] for row in found["per_layer"] if row["bit_equal_fraction"] < 1.0]
     is_exact = found["level"] == "exact"

@@ -188,8 +188,7 @@ def make_engine_of(
     if isinstance(config, NativeEngineConfig):
         return NativeEngine(config, model, vocab_size, decode, progress)
     url = url or (config.urls[0] if config.urls else None)
-    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    return VllmEngine(config, url, model, vocab_size, longest, decode, progress, recipe.learner.lora)
+    return VllmEngine(config, url, model, vocab_size, recipe.longest_sequence, decode, progress, recipe.learner.lora)
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew: Crew | None = None) -> LocalLearner:
@@ -339,8 +338,7 @@ def _held_out(recipe: Recipe, source: SplitSource, sampling: Sampling) -> EvalSe
 
 
 def _check_context(recipe: Recipe, model: ModelConfig) -> None:
-    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    if longest > model.max_position_embeddings:
+    if recipe.longest_sequence > model.max_position_embeddings:
         raise ConfigurationError(
             f"prompts.max_prompt_tokens = {recipe.prompts.max_prompt_tokens} + sampling.max_new_tokens = "
             f"{recipe.sampling.max_new_tokens} exceed the model's context of {model.max_position_embeddings} tokens; "

@@ -97,6 +97,11 @@ class Recipe(Config):
     health: Health = Field(default_factory=Health, description="What a run warns of and what it stops for.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What lives in other processes.")
 
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that a prompt and its completion may have together."""
+        return self.prompts.max_prompt_tokens + self.sampling.max_new_tokens
+
     @field_validator("scheme")
     @classmethod
     def _scheme_exists(cls, scheme: str) -> str:

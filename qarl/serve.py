@@ -45,8 +45,7 @@ def serve(recipe: Recipe, host: str, port: int, say: Callable[[str], None]) -> N
         decoder = Decoder(model.config, model.sampleable)
     adapters = adapter_arguments(recipe.learner.lora, decoder)
     folder = _write(recipe, config, model, decoder)
-    longest = recipe.prompts.max_prompt_tokens + recipe.sampling.max_new_tokens
-    command = command_line(folder, config, longest, adapters, host, port)
+    command = command_line(folder, config, recipe.longest_sequence, adapters, host, port)
     say(f"serving {folder} on http://{host}:{port}")
     ours = server_environment(config, has_adapters=recipe.learner.lora is not None)
     os.execve(command[0], command, {**os.environ, **ours})

@@ -5,6 +5,7 @@ Shape letters: T rows, K in, N out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,34 @@ COLUMNS = 64
 """Packed layouts can be cut at multiples of this many output columns."""
 
 
+class FloatBackward(ABC):
+    """The straight-through gradient of a product, in fp32, on the values that the codes stand for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def dense(self, master: Tensor | None = None) -> Tensor:
+        """The weight as multiplied, fp32 [N, K]."""
+
+    @abstractmethod
+    def rows_as_float(self, rows: Rows) -> Tensor:
+        """The activations as multiplied, fp32 [T, K]."""
+
+    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
+        """Gradient of rows [T, K]; `rounding` is for those that multiply codes by it."""
+        return grad_TN @ self.dense()
+
+    def add_grad_weight(
+        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
+    ) -> None:
+        """Add the gradient of the weight to `weights`, its parts [n, K]."""
+        rows_TK = self.rows_as_float(rows)
+        for weight, grad in zip(weights, grad_TN.split([len(weight) for weight in weights], 1), strict=True):
+            weight.addmm_(grad.t(), rows_TK)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class IntegerOperand:
+class IntegerOperand(FloatBackward):
     """Integer codes on both sides, summed exactly; `scales` [N], activations per token on the grid `rows_grid`.
 
     4-bit codes are packed two to a byte, and multiplied as int8.
@@ -100,13 +127,13 @@ class IntegerOperand:
         codes_TK, scales_T = rows
         assert scales_T is not None
         if rounding is None:
-            add_float_grad_weight(self, grad_TN, rows, weights)
+            FloatBackward.add_grad_weight(self, grad_TN, rows, weights, None)
         else:
             kernels().add_grad_weight(grad_TN, codes_TK, scales_T, weights, rounding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Operand:
+class Int4Operand(FloatBackward):
     """4-bit weights with group scales times fp32 activations: expanded on the way through a fixed-order fp32 GEMM."""
 
     weight: PackedInt4
@@ -150,19 +177,9 @@ class Int4Operand:
     def rows_as_float(self, rows: Rows) -> Tensor:
         return rows[0]
 
-    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K], in fp32 always."""
-        return grad_TN @ self.dense()
-
-    def add_grad_weight(
-        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
-    ) -> None:
-        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
-        add_float_grad_weight(self, grad_TN, rows, weights)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FloatOperand:
+class FloatOperand(FloatBackward):
     """fp32 GEMM in a fixed order on packed weights: full precision, and the reference of fp8.
 
     For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
@@ -225,19 +242,9 @@ class FloatOperand:
             return x_TK
         return dequantize_activations(*quantize_activations(x_TK, self.activation), self.activation)
 
-    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K], in fp32 always."""
-        return grad_TN @ self.dense()
-
-    def add_grad_weight(
-        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
-    ) -> None:
-        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
-        add_float_grad_weight(self, grad_TN, rows, weights)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Operand:
+class Fp8Operand(FloatBackward):
     """E4M3 codes on both sides, multiplied as they are; `weight` [N, K] with scales [N, G] for G groups along K."""
 
     weight: Tensor
@@ -286,25 +293,8 @@ class Fp8Operand:
         """The activations that the GEMM really multiplied, fp32 [T, K]."""
         return dequantize_activations(*quantize_activations(rows[0], self.activation), self.activation)
 
-    def grad_rows(self, grad_TN: Tensor, rounding: Rounding | None) -> Tensor:
-        """Straight-through gradient of rows [T, K], in fp32 always."""
-        return grad_TN @ self.dense()
-
-    def add_grad_weight(
-        self, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor], rounding: Rounding | None
-    ) -> None:
-        """Add the straight-through gradient of the weight to `weights`, its parts [n, K], in fp32 always."""
-        add_float_grad_weight(self, grad_TN, rows, weights)
-
 
 Operand = IntegerOperand | Int4Operand | FloatOperand | Fp8Operand
-
-
-def add_float_grad_weight(operand: Operand, grad_TN: Tensor, rows: Rows, weights: Sequence[Tensor]) -> None:
-    """grad^T @ rows added to `weights`, on the fp32 values that the codes stand for."""
-    rows_TK = operand.rows_as_float(rows)
-    for weight, grad in zip(weights, grad_TN.split([len(weight) for weight in weights], 1), strict=True):
-        weight.addmm_(grad.t(), rows_TK)
 
 
 def rounds_gradients(operand: Operand) -> bool:

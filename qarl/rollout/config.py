@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from qarl.config import Config
-
-Way = Literal["memory", "disk", "gloo", "nccl"]
+from qarl.sync.transport import Way
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM keeps places for; adapters of others take the next larger one."""

@@ -16,7 +16,7 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.records import Sampling
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.launch import arguments, environment
-from qarl.rollout.vllm.service import Answer, Ask, Watch, sampling_params
+from qarl.rollout.vllm.service import RUN, Answer, Ask, Watch, sampling_params
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """How often a waiting client looks whether vLLM is alive."""
@@ -28,7 +28,7 @@ class Offline:
     name = "vLLM"
 
     def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]) -> None:
-        os.environ.update(environment(config) | {"QARL_RUN": str(os.getpid())})  # before vLLM is imported
+        os.environ.update(environment(config) | {RUN: str(os.getpid())})  # before vLLM is imported
         import vllm
 
         self._vllm = vllm

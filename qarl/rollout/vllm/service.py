@@ -15,6 +15,9 @@ SUPPORTED = ("0.32", "0.33")
 EXTENSION = "qarl.rollout.vllm.worker.Worker"
 """What vLLM mixes into its workers (`worker_extension_cls`)."""
 
+RUN = "QARL_RUN"
+"""Names in the environment of vLLM's processes the run whose part they are; those of a server have none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

@@ -21,15 +21,13 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from qarl.rollout.vllm import repairs
 from qarl.rollout.vllm.layers import LayerOutputs
 from qarl.rollout.vllm.served import served, served_adapters
+from qarl.rollout.vllm.service import RUN
 from qarl.sync.adapters import read_peft
 from qarl.sync.checksum import digests, one_thread
 from qarl.sync.compressed_tensors import stored
 from qarl.sync.transport import receive
 
 repairs.apply()
-
-RUN = "QARL_RUN"
-"""Names in the environment the process whose part this vLLM is; a server has none."""
 
 
 def _end_with_the_run() -> None:
