@@ -180,6 +180,35 @@ def export(
 
 
 @app.command
+def report(
+    runs: Annotated[list[Path], Parameter(help="Run folders.", negative="")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The HTML file to write; one that is there is replaced.")],
+    completions: Annotated[
+        int | None,
+        Parameter(
+            validator=validators.Number(gte=0),
+            help="Completions to show of each of ten steps; by default as many as keep the page small, 0: none.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        Parameter(
+            name="--align",
+            validator=validators.Number(gte=0),
+            help="Also compare engine and learner layer by layer, over this many tokens of each run's newest weights.",
+        ),
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page about one or several runs: curves, completions token by token, recipes."""
+    from qarl.report.runs import report
+
+    _answer(report(runs, out, completions, tokens, _progress, _say_count), as_json)
+
+
+@app.command
 def serve(
     recipe: Annotated[Path, Parameter(help="A TOML recipe, with engine.type = 'vllm'.")],
     /,

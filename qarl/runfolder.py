@@ -71,6 +71,20 @@ class RunFolder:
         """The right to write here; see `RunLock`."""
         return RunLock(self.path)
 
+    def is_running(self) -> bool:
+        """Whether a process holds the lock; nothing is written."""
+        try:
+            descriptor = os.open(self.path / "run.lock", os.O_RDONLY)
+        except OSError:  # there was no run, or it is not for our eyes
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
 
 class RunLock:
     """Exclusive right to write into a run folder, as a context manager; the system frees it when the process dies.

@@ -26,7 +26,7 @@ class Section:
     note: str = ""
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section]) -> int:
+def write_page(path: Path, title: str, sections: Sequence[Section], note: str = "") -> int:
     """Write the page at `path`, whole or not at all; returns its size in bytes. ConfigurationError where it cannot."""
     check_writable(path)
     text = (
@@ -34,6 +34,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section]) -> int:
         .get_template("page.html.jinja")
         .render(
             title=title,
+            note=note,
             version=__version__,
             sections=sections,
             styles=Markup((HERE / "page.css").read_text(encoding="utf-8")),
