@@ -66,10 +66,11 @@ MAY_IMPORT = {
         "bench": GROUND + " " + ROOMS + " " + RUN,
         "export": GROUND + " models quant sync " + RUN,
         "report": GROUND + " align models tracking " + RUN,
+        "compare": GROUND + " ops report tracking " + RUN,
         "serve": GROUND + " models rollout sync " + RUN,
         "doctor": GROUND + " ops quant",
         "process": "",
-        "cli": GROUND + " cluster align assess bench doctor export process report serve tracking " + RUN,
+        "cli": GROUND + " cluster align assess bench compare doctor export process report serve tracking " + RUN,
         "__main__": "cli",
     }.items()
 }
