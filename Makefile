@@ -54,7 +54,7 @@ $(VENV)/.demo: $(VENV)/.created $(SOURCES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP_INSTALL) --editable '.[demo,data,dev]'
+	$(PIP_INSTALL) --editable '.[demo,data,report,dev]'
 	touch $@
 
 $(VENV)/.cluster: $(VENV)/.test
@@ -62,13 +62,13 @@ $(VENV)/.cluster: $(VENV)/.test
 	touch $@
 
 $(VENV)/.test-gpu: $(VENV)/.test
-	$(PIP_INSTALL) --editable '.[demo,data,dev,gpu]'
+	$(PIP_INSTALL) --editable '.[demo,data,report,dev,gpu]'
 	touch $@
 
 # vLLM has pins of its own, which go before ours. What it installs beside for images and sound is not used here, and where it
 # was built for another torch it cannot be imported.
 $(VLLM_VENV)/.test: $(SOURCES)
 	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.demo
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(VLLM) --editable '.[demo,data,dev]'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(VLLM) --editable '.[demo,data,report,dev]'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

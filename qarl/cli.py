@@ -91,6 +91,55 @@ def train(
         _answer(result, as_json)
 
 
+@app.command
+def compare(
+    experiment: Annotated[Path, Parameter(help="A TOML file: a recipe, seeds, and arms that change its keys.")],
+    /,
+    *,
+    short: Annotated[bool, Flag, Parameter(help="The short version that the file's [short] table describes.")] = False,
+    arms: Annotated[str | None, Parameter(help="Run these only: a,b; by default all.")] = None,
+    seeds: Annotated[str | None, Parameter(help="Run these only: 0,1; by default all.")] = None,
+    processes: Annotated[
+        Count | None, Parameter(help="Runs at a time; by default cores by --threads, on a GPU one.")
+    ] = None,
+    threads: Annotated[Count, Parameter(help="Threads of every run.")] = 1,
+    out: Annotated[Path | None, Parameter(help="Folder of runs and results; by default runs/<name>[-short].")] = None,
+    run: Annotated[
+        bool, Parameter(negative="--no-run", show_default=False, help="Run nothing, and tell what is there.")
+    ] = True,
+    retry_failed: Annotated[bool, Flag, Parameter(help="Try failed runs again, from their last checkpoints.")] = False,
+    source: Annotated[
+        Path | None, Parameter(name="--from", help="Make table and page anew from this results.json; run nothing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run arms by seeds and compare them: a table, a page, and results to keep. Goes on where it was interrupted."""
+    from qarl.compare.command import compare, rebuild
+
+    if source is not None:
+        if arms or seeds or processes or retry_failed or not run:
+            raise ConfigurationError(
+                "--from runs nothing: leave --arms, --seeds, --processes, --retry-failed, --no-run out"
+            )
+        found = rebuild(experiment, source, short, out)
+    else:
+        found = compare(
+            experiment,
+            is_short=short,
+            arms=arms.split(",") if arms else (),
+            seeds=seeds.split(",") if seeds else (),
+            processes=processes,
+            threads=threads,
+            out=out,
+            runs=run,
+            retry_failed=retry_failed,
+        )
+    if as_json:
+        _answer(found, as_json)
+    else:
+        print(Path(found["table"]).read_text(encoding="utf-8"), f"page: {found['page']}", sep="\n", flush=True)
+
+
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, Parameter(help="A run folder (its newest checkpoint is asked), or a model.")],
@@ -177,6 +226,35 @@ def export(
     from qarl.export import export
 
     _answer(export(source, form, out, scheme), as_json)
+
+
+@app.command
+def report(
+    runs: Annotated[list[Path], Parameter(help="Run folders.", negative="")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The HTML file to write; one that is there is replaced.")],
+    completions: Annotated[
+        int | None,
+        Parameter(
+            validator=validators.Number(gte=0),
+            help="Completions to show of each of ten steps; by default as many as keep the page small, 0: none.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        Parameter(
+            name="--align",
+            validator=validators.Number(gte=0),
+            help="Also compare engine and learner layer by layer, over this many tokens of each run's newest weights.",
+        ),
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page about one or several runs: curves, completions token by token, recipes."""
+    from qarl.report.runs import report
+
+    _answer(report(runs, out, completions, tokens, _progress, _say_count), as_json)
 
 
 @app.command

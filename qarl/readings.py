@@ -94,7 +94,7 @@ def completion_metrics(groups: Sequence[Group]) -> Metrics:
     lengths = [len(completion) for completion in completions]
     counts = [repeated_ngrams(one.token_ids.tolist(), REPETITION_NGRAM) for one in completions]
     repeated, ngrams = (sum(column) for column in zip(*counts, strict=True))
-    improbable = sum(int((one.engine_logprobs < ERROR_TOKEN_LOGPROB).sum()) for one in completions)
+    improbable = sum(int(is_error_token(one.engine_logprobs).sum()) for one in completions)
     truncated = sum(completion.finish_reason == "length" for completion in completions)
     empty = sum(one.finish_reason == "stop" and len(one) <= 1 for one in completions)
     return {
@@ -105,6 +105,11 @@ def completion_metrics(groups: Sequence[Group]) -> Metrics:
         "completion/repetition": Mean(repeated, ngrams) if ngrams else Mean(0.0, 1.0),
         "completion/error_tokens": Mean(improbable, sum(lengths)),
     }
+
+
+def is_error_token(engine_logprobs: Tensor) -> Tensor:
+    """Which sampled tokens, given their log-probabilities (float32, any shape), are error tokens."""
+    return engine_logprobs < ERROR_TOKEN_LOGPROB
 
 
 def prompt_metrics(prompts: Sequence[Prompt], skipped: int) -> Metrics:
@@ -124,8 +129,22 @@ def num_tokens(groups: Sequence[Group]) -> int:
 
 def repeated_ngrams(token_ids: Sequence[int], length: int) -> tuple[int, int]:
     """How many runs of `length` tokens repeat an earlier one, and how many there are; none in a shorter text."""
-    ngrams = [tuple(token_ids[start : start + length]) for start in range(len(token_ids) - length + 1)]
+    ngrams = _ngrams(token_ids, length)
     return len(ngrams) - len(set(ngrams)), len(ngrams)
+
+
+def repetition_onset(token_ids: Sequence[int], length: int) -> int | None:
+    """Where the first run of `length` tokens begins that repeats an earlier one; None where none does."""
+    seen = set()
+    for start, ngram in enumerate(_ngrams(token_ids, length)):
+        if ngram in seen:
+            return start
+        seen.add(ngram)
+    return None
+
+
+def _ngrams(token_ids: Sequence[int], length: int) -> list[tuple[int, ...]]:
+    return [tuple(token_ids[start : start + length]) for start in range(len(token_ids) - length + 1)]
 
 
 def _num_failed(rewards: GroupRewards) -> int:

@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -129,10 +129,11 @@ class Recipe(Config):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`--learner.lr=1e-5`: the keys on the way, and a TOML value (a bare word is a string)."""
+    """`--learner.lr=1e-5`: the keys on the way, and a TOML value (a bare word is a string); `origin` in errors."""
 
     path: tuple[str, ...]
     value: Any
+    origin: str = "command line"
 
     @property
     def key(self) -> str:
@@ -141,24 +142,28 @@ class Override:
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply command-line overrides; ConfigurationError has one line for every problem found."""
+    return parse_recipe(read_toml(path, "a recipe"), str(path), parse_overrides(overrides))
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The table in a file; ConfigurationError where there is none, which says that `what` is wanted."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give the path of a recipe") from error
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give the path of {what}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, digits or brackets without end
         raise ConfigurationError(f"{path}: is not valid TOML: {error}") from error
-    return parse_recipe(table, str(path), parse_overrides(overrides))
 
 
 def parse_recipe(table: dict[str, Any], source: str, overrides: Sequence[Override] = ()) -> Recipe:
     """A recipe from a parsed table; `source` is its name in errors."""
-    given = {override.key for override in overrides}
 
     def source_of(key: str) -> str:
-        if any(key == one or key.startswith(f"{one}.") for one in given):
-            return "command line"
-        partly = any(key == "" or one.startswith(f"{key}.") for one in given)
-        return f"{source} with the command line" if partly else source
+        for one in reversed(overrides):
+            if key == one.key or key.startswith(f"{one.key}."):
+                return one.origin
+        partly = dict.fromkeys(one.origin for one in overrides if key == "" or one.key.startswith(f"{key}."))
+        return " with ".join([source, *(f"the {origin}" for origin in partly)])
 
     try:
         return Recipe.model_validate(apply_overrides(table, overrides))
@@ -191,6 +196,18 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
             text = waiting.pop(0)
         overrides.append(Override(tuple(part.strip('"') for part in parts), _toml_value(text)))
     return overrides
+
+
+def overrides_of(table: Mapping[str, Any], origin: str, above: tuple[str, ...] = ()) -> list[Override]:
+    """The overrides that a table nested as in a recipe stands for; an empty table in it empties the recipe's."""
+    found = []
+    # What a `type` starts afresh are the keys that stand beside it, those of their own tables included.
+    for name, value in sorted(table.items(), key=lambda pair: pair[0] != "type"):
+        if isinstance(value, dict) and value:
+            found += overrides_of(value, origin, (*above, name))
+        else:
+            found.append(Override((*above, name), value, origin))
+    return found
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
@@ -363,7 +380,7 @@ def _owner(table: dict[str, Any], override: Override) -> dict[str, Any] | list[A
         else:
             inner = owner.setdefault(name, _default_choice(override.path[:depth]))
         if not isinstance(inner, (dict, list)):
-            raise ConfigurationError(f"command line: {override.key}: {name} is a value and has no keys of its own")
+            raise ConfigurationError(f"{override.origin}: {override.key}: {name} is a value and has no keys of its own")
         owner = inner
     return owner
 
@@ -374,6 +391,6 @@ def _index(items: list[Any], name: str, override: Override) -> int:
         items.append({})
     if not name.isdigit() or int(name) >= len(items):
         raise ConfigurationError(
-            f"command line: {override.key}: '{name}' is no position in a list of {len(items)}; count from 0"
+            f"{override.origin}: {override.key}: '{name}' is no position in a list of {len(items)}; count from 0"
         )
     return int(name)

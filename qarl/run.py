@@ -458,6 +458,10 @@ def _logging(path: Path, console: Console) -> Iterator[None]:
         log.addHandler(handler)
     try:
         yield
+    except (ConfigurationError, RunError, Interrupted) as error:
+        # To the file alone: on the terminal the reason is the command's last line.
+        to_file.handle(logging.LogRecord(log.name, logging.ERROR, __file__, 0, "%s", (error,), None))
+        raise
     finally:
         for handler in handlers:
             log.removeHandler(handler)

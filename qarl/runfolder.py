@@ -71,15 +71,31 @@ class RunFolder:
         """The right to write here; see `RunLock`."""
         return RunLock(self.path)
 
+    def is_running(self) -> bool:
+        """Whether a process holds the lock; nothing is written."""
+        try:
+            descriptor = os.open(self.path / "run.lock", os.O_RDONLY)
+        except OSError:  # there was no run, or it is not for our eyes
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
 
 class RunLock:
     """Exclusive right to write into a run folder, as a context manager; the system frees it when the process dies.
 
-    Entering creates the folder, and raises ConfigurationError naming the holder's process id when another run holds it.
+    Entering creates the folder, and raises ConfigurationError naming the holder's process id when another run holds it;
+    `option` is what chooses the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str = "--run-dir") -> None:
         self._path = folder / "run.lock"
+        self._option = option
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
@@ -89,7 +105,7 @@ class RunLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigurationError(
-                f"run folder {folder} cannot be written: {error.strerror}; choose another with --run-dir"
+                f"run folder {folder} cannot be written: {error.strerror}; choose another with {self._option}"
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +114,7 @@ class RunLock:
             os.close(descriptor)
             cause = f"in use by {holder}" if isinstance(error, BlockingIOError) else f"not lockable: {error.strerror}"
             raise ConfigurationError(
-                f"run folder {folder} is {cause}; stop that run or choose another folder with --run-dir"
+                f"run folder {folder} is {cause}; stop that run or choose another folder with {self._option}"
             ) from error
         try:
             os.ftruncate(descriptor, 0)
@@ -106,7 +122,8 @@ class RunLock:
         except OSError as error:
             os.close(descriptor)
             raise ConfigurationError(
-                f"run folder {folder} cannot be written: {error.strerror}; make room, or choose another with --run-dir"
+                f"run folder {folder} cannot be written: {error.strerror}; make room, or choose another with "
+                f"{self._option}"
             ) from error
         self._descriptor = descriptor
         # A forked worker that outlives a killed run would otherwise go on holding the lock.

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from qarl.errors import ConfigurationError
 from qarl.models.lora import merged
-from qarl.models.names import LoadedModel, load_model
+from qarl.models.names import LoadedModel, load_model, tokenizer_named
+from qarl.models.tokenizer import load_tokenizer
 from qarl.recipe import Recipe, load_recipe
-from qarl.runfolder import checkpoint_at, run_at
+from qarl.runfolder import RunFolder, checkpoint_at, run_at
 from qarl.sync.adapters import read_peft
 from qarl.sync.checksum import checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ADAPTER = "adapter"
 """Where in a checkpoint adapters are, in place of `model`."""
@@ -40,6 +45,19 @@ def model_named(model: str) -> LoadedModel:
         return load_model(str(checkpoint_at(Path(model)).folder / "model"))
     tensors = merged(trained.base.tensors, trained.tensors, trained.alpha / trained.rank)
     return replace(trained.base, name=model, tensors=tensors)
+
+
+def tokenizer_of(run: RunFolder) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, without weights: what a checkpoint has beside its model, else that of the recipe's model.
+
+    ConfigurationError where neither is there any more.
+    """
+    saved = sorted(run.checkpoints.glob("step-*/model/tokenizer_config.json"))
+    if saved:
+        return load_tokenizer(saved[-1].parent)
+    model = load_recipe(run.recipe).model
+    earlier = run_at(Path(model))
+    return tokenizer_named(model) if earlier is None else tokenizer_of(earlier)
 
 
 def adapters_at(path: Path) -> TrainedAdapters | None:

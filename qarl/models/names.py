@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -102,7 +103,7 @@ def load_model(name_or_path: str) -> LoadedModel:
     if source.kind == "tiny":
         config, tensors, tokenizer = TINY_CONFIG, random_weights(TINY_CONFIG, seed=0), byte_tokenizer()
     else:
-        path = source.path or _download(source.name)
+        path = source.path or _download(source.name, _TEXT_FILES + _WEIGHT_FILES)
         if source.kind == "gguf":
             config, tensors = load_gguf(path)
         else:
@@ -119,6 +120,14 @@ def load_model(name_or_path: str) -> LoadedModel:
     )
 
 
+def tokenizer_named(name_or_path: str) -> PreTrainedTokenizerBase:
+    """A model's tokenizer alone; no weights are read, and of a hub id none are downloaded."""
+    source = resolve(name_or_path)
+    if source.kind == "tiny":
+        return byte_tokenizer()
+    return load_tokenizer(source.path or _download(source.name, _TEXT_FILES))
+
+
 def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Every parameter of an untrained model: matrices normal with deviation 0.05, norms 1, biases 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,7 +142,8 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "model.safetensors", "model-*.safetensors"]
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_WEIGHT_FILES = ("model.safetensors", "model-*.safetensors")
 
 
 def _smollm2_file() -> Path:
@@ -147,12 +157,12 @@ def _smollm2_file() -> Path:
     return files[0]
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=list(files)))
     except GatedRepoError as error:
         raise ConfigurationError(f"{hub_id}: access must be asked for on its hub page, then: hf auth login") from error
     except RepositoryNotFoundError as error:

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
+from qarl.config import Config
 from qarl.records import Group, GroupRewards
 
 
@@ -23,10 +25,8 @@ class Completions:
     def __init__(self, folder: Path, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        for path in folder.glob("step-*.jsonl"):
-            # A copy that somebody made, "step-1 copy.jsonl", is theirs.
-            ours = re.fullmatch(r"step-(\d+)", path.stem, re.ASCII)
-            if ours is not None and int(ours[1]) >= first_step:
+        for step, path in step_files(folder).items():
+            if step >= first_step:
                 path.unlink()
 
     def rollout(self, step: int, groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> None:
@@ -42,6 +42,42 @@ class Completions:
 
     def close(self) -> None:
         """Nothing is open between steps."""
+
+
+class Written(Config):
+    """One line of such a file: a completion of a prompt, and what it got."""
+
+    prompt_id: str
+    prompt: str
+    completion: str
+    reward: float | None
+    trained: bool
+    terms: dict[str, float | None]
+    finish_reason: str
+    token_ids: list[int]
+    engine_logprobs: list[float]
+    versions: list[int]
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files in `folder` by their steps, ascending; a copy that somebody made, "step-1 copy.jsonl", is theirs."""
+    named = {path: re.fullmatch(r"step-(\d+)", path.stem, re.ASCII) for path in folder.glob("step-*.jsonl")}
+    return dict(sorted((int(name[1]), path) for path, name in named.items() if name is not None))
+
+
+def read_completions(path: Path) -> tuple[list[Written], list[int]]:
+    """The completions of a file, and the numbers, from 1 on, of its lines that hold none; a kill may cut the last."""
+    found, damaged = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            written = Written.model_validate_json(line)
+        except ValidationError:
+            written = None
+        if written is None or len(written.token_ids) != len(written.engine_logprobs):
+            damaged.append(number)
+        else:
+            found.append(written)
+    return found, damaged
 
 
 def _rows(groups: Sequence[Group], rewards: Sequence[GroupRewards]) -> Iterator[dict[str, Any]]:

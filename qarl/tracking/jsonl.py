@@ -63,17 +63,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
     A line that is damaged is passed over, with a warning that names it.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
-            _log.warning("%s, line %d: passed over, it is no JSON object with a step", path, number)
-        else:
-            rows.append(row)
+    rows, damaged = sift_lines(path)
+    for number in damaged:
+        _log.warning("%s, line %d: passed over, it is no JSON object with a step", path, number)
     return rows
+
+
+def sift_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """As `read_lines`, and the numbers of the damaged lines, from 1 on, of which nothing is said."""
+    if not path.exists():
+        return [], []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    found = [_row(line) for line in lines]
+    damaged = [number for number, row in enumerate(found, 1) if row is None]
+    return [row for row in found if row is not None], damaged
 
 
 def drop_lines_from(path: Path, first_step: int) -> None:

@@ -1,0 +1,1 @@
+"""Comparing ways to train: arms by seeds, run, measured, told as a table and a page."""

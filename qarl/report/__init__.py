@@ -1,0 +1,1 @@
+"""Pages about runs: one HTML file each, which needs no network and no server."""
