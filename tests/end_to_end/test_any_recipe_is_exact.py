@@ -70,6 +70,8 @@ def drawn(seed: int) -> Recipe:
         value = choose.choice(options)
         if value is None or (key == "objective.correction.type" and table["objective"]["type"] in ("tbpo", "acr")):
             continue
+        if key == "quant.update_aware" and table["scheme"] == "none":
+            continue  # refused: there are no codes to move
         if key == "head":
             table["quant"] = {"rules": {"lm_head": value}}
             continue
