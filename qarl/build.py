@@ -24,6 +24,7 @@ from qarl.learner.learner import LocalLearner
 from qarl.loop import Cast, Plan
 from qarl.models.config import ModelConfig
 from qarl.models.decoder import HEAD, Decoder
+from qarl.models.fold import fold, foldable
 from qarl.models.names import LoadedModel
 from qarl.objectives.corrections import NoCorrection
 from qarl.objectives.policy_loss import CorrectedObjective
@@ -192,7 +193,11 @@ def make_engine_of(
 
 
 def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew: Crew | None = None) -> LocalLearner:
-    """A learner whose masters are the model's tensors; of a `crew`'s, some rows of them, which take their place."""
+    """A learner whose masters are the model's tensors; of a `crew`'s, some rows of them, which take their place.
+
+    They are changed where the recipe's quantization is update-aware.
+    """
+    fold(model.tensors, _folded(recipe, model.config, schemes), recipe.quant.update_aware)
     engine = recipe.engine
     with torch.device("meta"):
         is_native = isinstance(engine, NativeEngineConfig)
@@ -225,6 +230,20 @@ def local_learner(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, crew:
         shares_kernels=is_native,
         ranks=ranks,
     )
+
+
+def _folded(recipe: Recipe, model: ModelConfig, schemes: SchemePlan) -> dict[str, tuple[str, ...]]:
+    """The gains that `quant.update_aware` goes into, with the weights it comes from; ConfigurationError for none."""
+    if recipe.quant.update_aware == 1.0:
+        return {}
+    found = foldable(model, schemes.quantized)
+    if not found:
+        raise ConfigurationError(
+            f"quant.update_aware = {recipe.quant.update_aware:g} has no effect: it is for codes of the q, k and v or "
+            f"the gate and up projections, and scheme = '{recipe.scheme}' with [quant.rules] quantizes none of them; "
+            "remove it, or quantize them (in full precision, learner.lr_scales makes the same steps)"
+        )
+    return found
 
 
 def on_device(model: LoadedModel) -> LoadedModel:
@@ -269,6 +288,7 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             f"model {model.name}: {model.config.family}, {model.config.num_layers} layers, {parameters / 1e6:.1f} M "
             f"parameters, {model.sampleable} tokens",
             f"scheme {recipe.scheme}: {schemes.describe()}",
+            *_update_aware(recipe, model.config, schemes),
             f"alignment {recipe.alignment}: {_alignment_level(recipe)}",
             *_engines_elsewhere(recipe),
             _describe_training(recipe, learner),
@@ -276,6 +296,16 @@ def describe(recipe: Recipe, model: LoadedModel, schemes: SchemePlan, learner: L
             *(f"  {line}" for line in learner.optimizer.describe().splitlines()),
         ]
     )
+
+
+def _update_aware(recipe: Recipe, model: ModelConfig, schemes: SchemePlan) -> list[str]:
+    folded = _folded(recipe, model, schemes)
+    if not folded:
+        return []
+    return [
+        f"update-aware quantization: gains of {len(folded)} norms times {recipe.quant.update_aware:g}, the "
+        f"{sum(map(len, folded.values()))} matrices that read them divided by it"
+    ]
 
 
 def _describe_training(recipe: Recipe, learner: LocalLearner) -> str:

@@ -97,7 +97,7 @@ def _kernel_of(scheme: Scheme, compiled: bool) -> Kernel:
         return Kernel("emulated", "torch reference operations (no C kernels)")
     if not scheme.quantized:
         return Kernel("real", "fixed-order fp32 GEMM in C")
-    return Kernel("emulated", "codes expanded to fp32 for the fixed-order GEMM in C")
+    return Kernel("emulated", f"{stored_as(scheme)} expanded to fp32 for the fixed-order GEMM in C")
 
 
 def gpu_kernels() -> dict[str, Kernel]:
@@ -107,7 +107,10 @@ def gpu_kernels() -> dict[str, Kernel]:
     if missing is not None and not is_interpreted:
         return {name: Kernel("absent", missing) for name in SCHEMES}
     state = "interpreted" if is_interpreted else "real"
-    found = {name: Kernel(state, f"Triton, {gpu_path(scheme)}") for name, scheme in SCHEMES.items()}
+    found = {
+        name: Kernel("emulated" if is_emulated_on_gpus(scheme) else state, f"Triton, {gpu_path(scheme)}")
+        for name, scheme in SCHEMES.items()
+    }
     if not is_interpreted and torch.cuda.get_device_capability() < (8, 9):
         found |= {
             name: Kernel("emulated", "codes expanded to fp32: this GPU has no E4M3") for name in ("fp8", "fp8-block")
@@ -120,11 +123,26 @@ def gpu_path(scheme: Scheme) -> str:
     if is_integer(scheme):
         is_wide = activation_grid(scheme) is not INT8
         return "exact integer GEMM, three products of bytes" if is_wide else "exact integer GEMM"
-    if is_weight_only_int4(scheme):
-        return "codes expanded on the way through a fixed-order GEMM, each fp32 product as three of tf32"
+    if scheme.quantized and scheme.activation is None:
+        return f"{stored_as(scheme)} expanded for a fixed-order GEMM, each fp32 product as three of tf32"
     if scheme.quantized:
         return "GEMM of E4M3 codes in a fixed order"
     return "fixed-order GEMM, each fp32 product as three of tf32"
+
+
+def is_emulated_on_gpus(scheme: Scheme) -> bool:
+    """Whether only weights are quantized, and not to what the kernel for that is made for: 4 bits in large groups."""
+    weight = scheme.weight
+    if weight is None or scheme.activation is not None:
+        return False
+    return weight.format is not INT4 or not is_weight_only_int4(scheme)
+
+
+def stored_as(scheme: Scheme) -> str:
+    """What is expanded: codes, and what they take in memory where their name promises less."""
+    if not is_emulated_on_gpus(scheme):
+        return "codes"
+    return "codes (of 4 bits in memory)" if is_weight_only_int4(scheme) else "codes (in memory as fp32 too)"
 
 
 def integer_path(scheme: Scheme) -> str:

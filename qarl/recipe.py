@@ -91,7 +91,7 @@ class Recipe(Config):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
     engine: EngineConfig = Field(default_factory=NativeEngineConfig, description="What makes completions.")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="What changes weights.")
-    quant: QuantConfig = Field(default_factory=QuantConfig, description="Exceptions to the scheme.")
+    quant: QuantConfig = Field(default_factory=QuantConfig, description="Exceptions and additions to the scheme.")
     eval: EvalConfig | None = Field(None, description="Held-out questions; without this table there are none.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved.")
     health: Health = Field(default_factory=Health, description="What a run warns of and what it stops for.")
@@ -119,6 +119,7 @@ class Recipe(Config):
         complaints = [
             *_group_complaints(self),
             *_update_complaints(self),
+            *_quant_complaints(self),
             *_eval_complaints(self),
             *_engine_complaints(self),
         ]
@@ -272,6 +273,15 @@ def _engine_complaints(recipe: Recipe) -> list[str]:
     if isinstance(recipe.engine, VllmEngineConfig) and recipe.learner.lora is not None:
         return _adapters_complaints(recipe.learner.lora, recipe.engine)
     return []
+
+
+def _quant_complaints(recipe: Recipe) -> list[str]:
+    if recipe.quant.update_aware == 1.0 or recipe.learner.lora is None:
+        return []
+    return [
+        f"quant.update_aware = {recipe.quant.update_aware:g} with learner.lora: it lets updates move more codes, and "
+        "those of a frozen base never move; remove one of the two"
+    ]
 
 
 def _adapters_complaints(lora: LoraConfig, engine: VllmEngineConfig) -> list[str]:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from qarl import build as build_module
-from qarl.build import build, local_learner, on_device, scheme_plan
+from qarl.build import System, build, local_learner, on_device, scheme_plan
 from qarl.checkpoint import CheckpointStore
 from qarl.errors import ConfigurationError
 from qarl.models.names import load_model
@@ -160,6 +161,57 @@ def test_rollouts_report_their_progress() -> None:
     system.cast.engine.load(system.cast.learner.publish())
     system.cast.engine.generate(system.cast.prompts.take(0, 2), 2, system.plan.sampling, (0, 0))
     assert told[-1] == (4, 4)
+
+
+AWARE = "--quant.update_aware=2"
+
+
+def masters(system: System) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in system.cast.learner.trained().items()}
+
+
+def test_masters_are_folded_and_the_account_says_so() -> None:
+    plain, system = build(recipe_of()), build(recipe_of(AWARE))
+    gain, query, output = (
+        f"model.layers.1.{name}.weight" for name in ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj")
+    )
+    before, after = masters(plain), masters(system)
+    assert torch.equal(after[gain], before[gain] * 2)
+    assert torch.equal(after[query], before[query] / 2)
+    assert torch.equal(after[output], before[output])
+    assert "gains of 4 norms times 2, the 10 matrices that read them divided by it" in system.account
+    assert "update-aware" not in plain.account
+
+
+def test_only_what_is_quantized_is_folded() -> None:
+    system = build(recipe_of(AWARE, '--quant.rules."*.mlp.*"=none'))
+    assert "gains of 2 norms times 2, the 6 matrices" in system.account
+
+
+def test_a_resumed_run_is_not_folded_again(tmp_path: Path) -> None:
+    first = build(recipe_of(AWARE))
+    store = CheckpointStore(tmp_path / "checkpoints", 2, False)
+    checkpoint = store.save(0, first.cast.learner.save, {})
+    resumed = build(recipe_of(AWARE))
+    resumed.cast.learner.restore(checkpoint.folder)
+    before, after = masters(first), masters(resumed)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert resumed.cast.learner.publish().checksum == first.cast.learner.publish().checksum
+
+
+@pytest.mark.parametrize("rules", ["--scheme=none", '--quant.rules."*.[qkvgu]*_proj"=none'])
+def test_folding_where_nothing_would_be_folded_is_refused(rules: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^quant\.update_aware = 2 has no effect: .* remove it, or quantize"):
+        build(recipe_of(AWARE, rules))
+
+
+def test_rates_are_scaled_and_the_account_says_so() -> None:
+    account = build(recipe_of('--learner.lr_scales."*.down_proj.weight"=0.5')).account
+    assert (
+        "projection adamw lr 0.0005 decay 0: 2 tensors, 65,536 numbers: model.layers.*.mlp.down_proj.weight" in account
+    )
+    with pytest.raises(ConfigurationError, match=r'"\*\.down_proj" matches no trained parameter'):
+        build(recipe_of('--learner.lr_scales."*.down_proj"=0.5'))
 
 
 VLLM = "--engine.type=vllm"

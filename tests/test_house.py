@@ -19,7 +19,7 @@ TESTS = ROOT / "tests"
 FILES = sorted(HOUSE.rglob("*.py"))
 MODULES = [file for file in FILES if file.name != "__init__.py"]
 
-GROUND = "records errors metrics config roles"
+GROUND = "records errors metrics config patterns roles"
 ROOMS = "prompts rollout rewards advantages objectives learner optim sync quant ops models tracking"
 RUN = "build checkpoint evaluate explain interrupts loop readings recipe run runfolder trained"
 
@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "records": "",
         "metrics": "",
         "config": "",
+        "patterns": "errors",
         "roles": "records metrics",
         # Rooms: no doors to each other, but for the cellar below engine and learner, and the learner's own parts.
         "quant": GROUND,

@@ -235,6 +235,14 @@ def test_adapters_that_vllm_cannot_serve_are_refused(small: Path, override: str,
     assert load_recipe(small, ["--engine.type=vllm", "--engine.transport=gloo"]).learner.lora is None
 
 
+def test_update_aware_codes_of_a_frozen_base_are_refused(small: Path) -> None:
+    said = refusal(small, "--learner.lora={rank=4}", "--quant.update_aware=1.5")
+    assert "quant.update_aware = 1.5 with learner.lora: " in said and "remove one of the two" in said
+    assert load_recipe(small, ["--learner.lora={rank=4}"]).quant.update_aware == 1.0
+    assert "quant.update_aware" in refusal(small, "--quant.update_aware=0.5")
+    assert "learner.lr_scales" in refusal(small, '--learner.lr_scales."*"=0.0')
+
+
 def test_another_engine_starts_its_table_afresh_and_has_its_own_keys(small: Path) -> None:
     small.write_text(SMALL + '[engine]\ntype = "native"\nkv_cache = "int8"\n')
     recipe = load_recipe(small, ["--engine.type=vllm", "--engine.urls=['http://a:1', 'http://b:1']"])

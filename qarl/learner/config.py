@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,11 @@ class LearnerConfig(Config):
     """How a rollout batch becomes optimizer steps."""
 
     lr: float = Field(1e-6, gt=0.0, description="Peak learning rate.")
+    lr_scales: dict[str, Annotated[float, Field(gt=0.0)]] = Field(
+        default_factory=dict,
+        description="Patterns (as in a shell: * ? [abc]) of trained parameters' names and what their learning rate is "
+        'multiplied by, e.g. "*_proj.weight" = 0.5; where several match a parameter, the last one counts.',
+    )
     updates_per_batch: int = Field(
         1, ge=1, description="Optimizer steps per rollout batch; the batch's prompts are split evenly among them."
     )

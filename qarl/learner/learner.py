@@ -100,7 +100,7 @@ class LocalLearner:
         self._adapted = (
             Adapted(decoder, config.lora, schemes, alignment, seed, model_name) if config.lora is not None else None
         )
-        self.optimizer = config.optimizer.build(self.trained().items(), config.lr)
+        self.optimizer = config.optimizer.build(self.trained().items(), config.lr, config.lr_scales)
         self._snapshot = self._requantize()
         self._started_with = self._snapshot.checksum if self._adapted is None else self._adapted.identity
         self._refuse_ignored_rounding()

@@ -29,6 +29,9 @@ from qarl.quant.scheme import Quantizer, Scheme
 Rows = tuple[Tensor, Tensor | None]
 """What a GEMM reads: codes [T, K] with scales [T], or plain fp32 rows [T, K] with None."""
 
+SMALLEST_GROUP = 32
+"""Of 4-bit weights that share a scale: the Triton kernel multiplies half a group at a time, 16 products at least."""
+
 COLUMNS = 64
 """Packed layouts can be cut at multiples of this many output columns."""
 
@@ -134,7 +137,9 @@ class IntegerOperand(FloatBackward):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Operand(FloatBackward):
-    """4-bit weights with group scales times fp32 activations: expanded on the way through a fixed-order fp32 GEMM."""
+    """Weights of at most 4 bits with group scales times fp32 activations: expanded on the way through a fixed-order
+    fp32 GEMM.
+    """
 
     weight: PackedInt4
     bias: Tensor | None
@@ -183,7 +188,8 @@ class FloatOperand(FloatBackward):
     """fp32 GEMM in a fixed order on packed weights: full precision, and the reference of fp8.
 
     For fp8 the activations are rounded to their grid first (`activation`), then multiplied as the fp32
-    values their codes stand for; `quantized` are the weight's codes [N, K], None of an unquantized master.
+    values their codes stand for; so are weights alone whose groups no kernel takes. `quantized` are the weight's codes
+    [N, K], None of an unquantized master.
     """
 
     packed: Tensor
@@ -360,13 +366,13 @@ def is_integer(scheme: Scheme) -> bool:
 
 
 def is_weight_only_int4(scheme: Scheme) -> bool:
-    """Whether 4-bit codes in groups along K meet activations in full precision."""
+    """Whether codes of at most 4 bits, in groups along K that the kernels take, meet full-precision activations."""
     weight = scheme.weight
     return (
         weight is not None
-        and weight.format is INT4
+        and weight.format.bits <= INT4.bits
         and isinstance(weight.granularity, PerGroup)
-        and weight.granularity.size <= LARGEST_GROUP
+        and SMALLEST_GROUP <= weight.granularity.size <= LARGEST_GROUP
         and scheme.activation is None
     )
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor
 
 from qarl.errors import ConfigurationError
+from qarl.patterns import deciding, family
 
 Role = Literal["projection", "head", "router", "embedding", "norm", "bias", "other", "frozen"]
 Method = Literal["muon", "adamw", "none"]
@@ -19,6 +20,9 @@ DECAYED: frozenset[Role] = frozenset({"projection", "head", "router"})
 """Roles that weight decay applies to. Norms, biases and embeddings (so a tied head too) are left out: their size
 carries meaning of its own, and a row of an unused token would shrink without ever getting a gradient. What we do
 not recognize is not decayed either."""
+
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
+"""Every parameter has the rate of its part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +36,7 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterGroup:
-    """All parameters of one role, by name, with their one treatment."""
+    """All parameters of one role and learning rate, by name, with their one treatment."""
 
     role: Role
     treatment: Treatment
@@ -63,33 +67,43 @@ def role_of(name: str, num_dims: int) -> Role:
 
 
 def group_parameters(
-    named_parameters: Iterable[tuple[str, Tensor]], projections: Treatment, rest: Treatment
+    named_parameters: Iterable[tuple[str, Tensor]],
+    projections: Treatment,
+    rest: Treatment,
+    lr_scales: Mapping[str, float] = NO_SCALES,
 ) -> tuple[ParameterGroup, ...]:
     """Sort parameters by role: decoder projections get one treatment, everything else the other.
 
     Weight decay is set to 0 for roles outside `DECAYED`; parameters without `requires_grad` become the group "frozen",
-    which no optimizer sees. Raises ConfigurationError when nothing is trainable, or when Muon is asked to treat a
+    which no optimizer sees. `lr_scales` multiply the rate of the parameters that their patterns decide. Raises
+    ConfigurationError when nothing is trainable, when a pattern decides nothing, or when Muon is asked to treat a
     projection that is not a matrix.
     """
-    by_role: dict[Role, dict[str, Tensor]] = {}
+    named: dict[str, Tensor] = {}
     seen: set[Tensor] = set()
     for name, parameter in named_parameters:
-        role: Role = role_of(name, parameter.ndim) if parameter.requires_grad else "frozen"
-        members = by_role.setdefault(role, {})
-        assert name not in members and parameter not in seen, f"parameter {name} was handed over twice"
-        members[name] = parameter
+        assert name not in named and parameter not in seen, f"parameter {name} was handed over twice"
+        named[name] = parameter
         seen.add(parameter)
-    if not set(by_role) - {"frozen"}:
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    if not trained:
         raise ConfigurationError("optimizer: there is no trainable parameter; unfreeze some of the model")
-    if projections.method == "muon":
-        _refuse_non_matrices(by_role.get("projection", {}))
+    scaled_by = deciding(trained, lr_scales, "[learner.lr_scales]", "trained parameter")
+    members: dict[tuple[Role, float], dict[str, Tensor]] = {}
+    for name, parameter in named.items():
+        role: Role = role_of(name, parameter.ndim) if parameter.requires_grad else "frozen"
+        pattern = scaled_by.get(name)
+        members.setdefault((role, 1.0 if pattern is None else lr_scales[pattern]), {})[name] = parameter
+        if role == "projection" and projections.method == "muon":
+            _refuse_non_matrix(name, parameter)
     return tuple(
-        ParameterGroup(role, _treatment_of(role, projections, rest), by_role[role]) for role in sorted(by_role)
+        ParameterGroup(role, _treatment_of(role, projections, rest, scale), members[role, scale])
+        for role, scale in sorted(members)
     )
 
 
 def describe(groups: Iterable[ParameterGroup]) -> str:
-    """One line a role: method, learning rate, decay, how many tensors and numbers, and their names.
+    """One line a group: method, learning rate, decay, how many tensors and numbers, and their names.
 
     Layer and expert indices in names are written `*`, with the number of tensors that the pattern stands for.
     """
@@ -97,7 +111,7 @@ def describe(groups: Iterable[ParameterGroup]) -> str:
     for group in groups:
         treatment = group.treatment
         numbers = sum(parameter.numel() for parameter in group.parameters.values())
-        patterns = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in group.parameters)
+        patterns = Counter(map(family, group.parameters))
         names = ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items())
         settings = "" if group.role == "frozen" else f" lr {treatment.lr:g} decay {treatment.weight_decay:g}"
         lines.append(
@@ -107,17 +121,17 @@ def describe(groups: Iterable[ParameterGroup]) -> str:
     return "\n".join(lines)
 
 
-def _treatment_of(role: Role, projections: Treatment, rest: Treatment) -> Treatment:
+def _treatment_of(role: Role, projections: Treatment, rest: Treatment, lr_scale: float) -> Treatment:
     if role == "frozen":
         return Treatment("none", lr=0.0, weight_decay=0.0)
     treatment = projections if role == "projection" else rest
-    return Treatment(treatment.method, treatment.lr, treatment.weight_decay if role in DECAYED else 0.0)
+    decay = treatment.weight_decay if role in DECAYED else 0.0
+    return Treatment(treatment.method, treatment.lr * lr_scale, decay)
 
 
-def _refuse_non_matrices(projections: Mapping[str, Tensor]) -> None:
-    for name, parameter in projections.items():
-        if parameter.ndim != 2:
-            raise ConfigurationError(
-                f"optimizer: {name} has shape {list(parameter.shape)}, and Muon treats matrices only; "
-                'store experts one matrix each, or set optimizer type "adamw"'
-            )
+def _refuse_non_matrix(name: str, parameter: Tensor) -> None:
+    if parameter.ndim != 2:
+        raise ConfigurationError(
+            f"optimizer: {name} has shape {list(parameter.shape)}, and Muon treats matrices only; "
+            'store experts one matrix each, or set optimizer type "adamw"'
+        )

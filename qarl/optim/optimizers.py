@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.errors import RunError
-from qarl.optim.groups import Method, ParameterGroup, Treatment, describe, group_parameters
+from qarl.optim.groups import NO_SCALES, Method, ParameterGroup, Treatment, describe, group_parameters
 
 COUNT = "step"
 """The one quantity of an optimizer's state that is not shaped like its parameter: how many steps were made."""
@@ -35,10 +35,15 @@ class AdamW(Config):
         default=0.0, ge=0.0, description="Decoupled weight decay; never applied to norms, biases and embeddings"
     )
 
-    def build(self, named_parameters: Iterable[tuple[str, Tensor]], lr: float) -> NamedOptimizer:
-        """An optimizer over the trainable parameters, all at rate `lr` (> 0)."""
+    def build(
+        self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, lr_scales: Mapping[str, float] = NO_SCALES
+    ) -> NamedOptimizer:
+        """An optimizer over the trainable parameters, all at rate `lr` (> 0) but for those that `lr_scales` name.
+
+        Raises ConfigurationError for a pattern of `lr_scales` that decides nothing.
+        """
         treatment = Treatment("adamw", lr, self.weight_decay)
-        groups = group_parameters(named_parameters, projections=treatment, rest=treatment)
+        groups = group_parameters(named_parameters, treatment, treatment, lr_scales)
         return NamedOptimizer(self.type, lr, groups, [self.over(groups)])
 
     def over(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
@@ -64,15 +69,19 @@ class Muon(Config):
     )
     adamw: AdamW = Field(default=AdamW(), description="Settings of the AdamW part")
 
-    def build(self, named_parameters: Iterable[tuple[str, Tensor]], lr: float) -> NamedOptimizer:
+    def build(
+        self, named_parameters: Iterable[tuple[str, Tensor]], lr: float, lr_scales: Mapping[str, float] = NO_SCALES
+    ) -> NamedOptimizer:
         """An optimizer over the trainable parameters: projections at `lr` (> 0), the rest at `lr * adamw_lr_ratio`.
 
-        Raises ConfigurationError when a projection is not a matrix (experts stored as one 3-D tensor).
+        `lr_scales` multiply both. Raises ConfigurationError when a projection is not a matrix (experts stored as one
+        3-D tensor), or a pattern of `lr_scales` decides nothing.
         """
         groups = group_parameters(
             named_parameters,
             projections=Treatment("muon", lr, self.weight_decay),
             rest=Treatment("adamw", lr * self.adamw_lr_ratio, self.adamw.weight_decay),
+            lr_scales=lr_scales,
         )
         methods = {group.treatment.method for group in groups}
         optimizers: list[torch.optim.Optimizer] = []

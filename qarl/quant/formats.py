@@ -78,6 +78,8 @@ INT12 = IntegerFormat("int12", bits=12, largest=2047.0)
 
 INT8 = IntegerFormat("int8", bits=8, largest=127.0)
 INT4 = IntegerFormat("int4", bits=4, largest=7.0)
+INT3 = IntegerFormat("int3", bits=3, largest=3.0)
+INT2 = IntegerFormat("int2", bits=2, largest=1.0)
 E4M3 = E4M3Format()
 
 

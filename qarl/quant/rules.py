@@ -6,14 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 import torch
 from pydantic import Field, field_validator
 
 from qarl.config import Config
 from qarl.errors import ConfigurationError
+from qarl.patterns import deciding, family
 from qarl.quant.formats import INT8
 from qarl.quant.scales import PerRow
 from qarl.quant.scheme import Quantizer, Scheme, scheme_named
@@ -31,13 +30,22 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 
 class QuantConfig(Config):
-    """Exceptions to the run's scheme."""
+    """Exceptions to the run's scheme, and what is done to the weights before the first step."""
 
     rules: dict[str, str] = Field(
         default_factory=dict,
         description=(
             "Module name patterns (as in a shell: * ? [abc]) and the scheme of the modules they match, e.g. "
             '"*.down_proj" = "none"; where several match a module, the last one counts.'
+        ),
+    )
+    update_aware: float = Field(
+        default=1.0,
+        ge=1.0,
+        description=(
+            "Before the first step, quantized matrices that read a norm are divided by this and the norm's gain is "
+            "multiplied by it: the same function, of which an update moves this many times more codes (QuRL's UAQ, "
+            "which takes 1.5); 1: off."
         ),
     )
 
@@ -87,10 +95,10 @@ class SchemePlan:
         )
         families: dict[tuple[str, Choice], int] = defaultdict(int)
         for module, choice in self.choices.items():
-            families[_family(module), choice] += 1
+            families[family(module), choice] += 1
         lines = [
-            f"  {choice.scheme.name:<12} {count:>4} x {family} {list(choice.shape)}: {choice.reason}"
-            for (family, choice), count in families.items()
+            f"  {choice.scheme.name:<12} {count:>4} x {name} {list(choice.shape)}: {choice.reason}"
+            for (name, choice), count in families.items()
         ]
         return "\n".join([total, *lines])
 
@@ -101,13 +109,10 @@ def plan_schemes(modules: Sequence[tuple[str, Shape]], scheme: Scheme, config: Q
     ConfigurationError if a rule decides nothing, if fused siblings would differ, or if a matrix does not fill
     whole groups of its scheme.
     """
-    names = [module for module, _ in modules]
-    deciding = {module: _deciding_rule(module, config.rules) for module in names}
-    for pattern in config.rules:
-        _check_rule_decides(pattern, names, deciding)
+    deciding_rules = deciding([module for module, _ in modules], config.rules, "[quant.rules]", "linear module")
     choices: dict[str, Choice] = {}
     for module, shape in modules:
-        choices[module] = _choose(module, shape, scheme, deciding[module], config.rules)
+        choices[module] = _choose(module, shape, scheme, deciding_rules[module], config.rules)
         choices[module].scheme.check_shape(module, shape)
     _check_siblings_agree(choices)
     return SchemePlan(choices)
@@ -128,27 +133,6 @@ def _choose(module: str, shape: Shape, scheme: Scheme, pattern: str | None, rule
     return Choice(shape, fitted, reason)
 
 
-def _deciding_rule(module: str, rules: Mapping[str, str]) -> str | None:
-    matching = [pattern for pattern in rules if fnmatchcase(module, pattern)]
-    return matching[-1] if matching else None
-
-
-def _check_rule_decides(pattern: str, names: Sequence[str], deciding: Mapping[str, str | None]) -> None:
-    matched = [name for name in names if fnmatchcase(name, pattern)]
-    if not matched:
-        families = sorted({_family(name) for name in names})
-        near = get_close_matches(pattern, families, n=3, cutoff=0.3) or families[:3]
-        raise ConfigurationError(
-            f'[quant.rules] "{pattern}" matches no linear module; modules are named like {", ".join(near)}'
-        )
-    if all(deciding[name] != pattern for name in matched):
-        later = deciding[matched[0]]
-        raise ConfigurationError(
-            f'[quant.rules] "{pattern}" has no effect: later rules, such as "{later}", decide all the modules it '
-            "matches; put the more general pattern first"
-        )
-
-
 def _check_siblings_agree(choices: Mapping[str, Choice]) -> None:
     families: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for module in choices:
@@ -166,10 +150,6 @@ def _check_siblings_agree(choices: Mapping[str, Choice]) -> None:
                     f"'{choices[other].scheme.name}' ({choices[other].reason}); engines fuse them into one matrix: "
                     "give both the same scheme in [quant.rules]"
                 )
-
-
-def _family(module: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 def _elements(shape: Shape) -> int:

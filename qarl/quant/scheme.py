@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qarl.errors import ConfigurationError, suggestion
-from qarl.quant.formats import E4M3, INT4, INT8, INT12, NumberFormat
+from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8, INT12, NIBBLES_PER_INT32, IntegerFormat, NumberFormat
 from qarl.quant.scales import Granularity, PerBlock, PerGroup, PerRow
 
 
@@ -24,8 +24,8 @@ class Quantizer:
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How one linear layer computes: `weight` is None for full precision, `activation` None where only the
-    weights are quantized. `packed` schemes are stored with eight 4-bit codes an int32. `narrower` names the same
-    scheme in smaller groups, for matrices whose width does not fill whole groups of this one."""
+    weights are quantized. `packed` schemes are stored with eight codes an int32, each of at most 4 bits. `narrower`
+    names the same scheme in smaller groups, for matrices whose width does not fill whole groups of this one."""
 
     name: str
     weight: Quantizer | None
@@ -70,13 +70,13 @@ class Scheme:
         if self.weight is None:
             return 4 * elements
         scale_rows, scale_columns = self.weight.granularity.scale_shape(*shape_NK)
-        bits = self.weight.format.bits if self.packed else max(8, self.weight.format.bits)
+        bits = 32 // NIBBLES_PER_INT32 if self.packed else max(8, self.weight.format.bits)
         code_bytes = elements * bits // 8
         return code_bytes + 4 * scale_rows * scale_columns
 
 
-def _weight_only_int4(name: str, group: int, narrower: tuple[str, ...] = ()) -> Scheme:
-    return Scheme(name, Quantizer(INT4, PerGroup(group)), None, packed=True, narrower=narrower)
+def _weight_only(name: str, codes: IntegerFormat, group: int, narrower: tuple[str, ...] = ()) -> Scheme:
+    return Scheme(name, Quantizer(codes, PerGroup(group)), None, packed=True, narrower=narrower)
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -88,9 +88,15 @@ SCHEMES: dict[str, Scheme] = {
         # As precise as bf16 (steps of amax / 2047) from exact integer GEMMs: meant for the output head.
         Scheme("w12a12-int12", Quantizer(INT12, PerRow()), Quantizer(INT12, PerRow())),
         # The smaller groups serve widths such as SmolLM2-135M's 576, which is no multiple of 128.
-        _weight_only_int4("w4a16", 128, narrower=("w4a16-g64", "w4a16-g32")),
-        _weight_only_int4("w4a16-g64", 64),
-        _weight_only_int4("w4a16-g32", 32),
+        _weight_only("w4a16", INT4, 128, narrower=("w4a16-g64", "w4a16-g32")),
+        _weight_only("w4a16-g64", INT4, 64),
+        _weight_only("w4a16-g32", INT4, 32),
+        _weight_only("w4a16-g16", INT4, 16),
+        # For experiments: as coarse as their names say, but each code takes four bits in memory and on disk.
+        _weight_only("w3a16", INT3, 128, narrower=("w3a16-g32",)),
+        _weight_only("w3a16-g32", INT3, 32),
+        _weight_only("w2a16", INT2, 128, narrower=("w2a16-g32",)),
+        _weight_only("w2a16-g32", INT2, 32),
         Scheme("fp8", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow())),
         Scheme("fp8-block", Quantizer(E4M3, PerBlock(128, 128)), Quantizer(E4M3, PerGroup(128))),
     )

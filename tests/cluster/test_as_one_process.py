@@ -6,6 +6,7 @@ moves codes, and then tokens, so that whole runs part ways after a few steps (do
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterator
@@ -116,6 +117,7 @@ def check(troupe: Troupe, case: str, folder: Path, more: str = "") -> None:
         assert theirs == tokens
         check_metrics(metrics, their_metrics, bound)
         assert state_names(alone) == state_names(together)
+        assert began_with(alone) == began_with(together)
         moved = distance(weights(before), weights(alone))
         apart = distance(weights(alone), weights(together))
         assert apart <= bound * moved, f"step {step}: {apart / moved:.2g} of the step"
@@ -124,6 +126,11 @@ def check(troupe: Troupe, case: str, folder: Path, more: str = "") -> None:
 
 def state_names(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "optimizer.safetensors").items()}
+
+
+def began_with(folder: Path) -> str:
+    """The checksum of the first version that was published, before anything was restored."""
+    return str(json.loads((folder / "learner.json").read_text())["started_with"])
 
 
 def check_metrics(alone: dict[str, float], together: dict[str, float], bound: float) -> None:
@@ -149,6 +156,11 @@ def test_two_ranks_train_adapters_as_one_process(pair: Troupe, tmp_path: Path) -
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one_process_whatever_the_recipe(pair: Troupe, tmp_path: Path, case: str) -> None:
     check(pair, case, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_fold_as_one_process_and_scale_the_same_rates(pair: Troupe, tmp_path: Path) -> None:
+    check(pair, "int8", tmp_path, 'quant.update_aware = 1.5\nlearner.lr_scales = {"*.up_proj.weight" = 0.5}')
 
 
 @pytest.mark.slow

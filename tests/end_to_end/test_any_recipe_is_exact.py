@@ -14,7 +14,19 @@ from qarl.objectives.corrections import CORRECTIONS
 from qarl.recipe import Recipe, parse_recipe
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "scheme": ("none", "w8a8-int8", "w4a8-int8", "w4a16", "w4a16-g32", "fp8", "fp8-block", "w12a12-int12"),
+    "scheme": (
+        "none",
+        "w8a8-int8",
+        "w4a8-int8",
+        "w4a16",
+        "w4a16-g32",
+        "w4a16-g16",
+        "w3a16",
+        "w2a16",
+        "fp8",
+        "fp8-block",
+        "w12a12-int12",
+    ),
     "alignment": ("auto", "auto", "none"),
     "group_size": (2, 3),
     "head": (None, None, "none", "w8a8-int8", "fp8"),
@@ -29,6 +41,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "learner.head_chunk_tokens": (1, 256),
     "learner.skip_equal_groups": ("auto", False),
     "learner.activation_checkpointing": (True, False),
+    "quant.update_aware": (1.0, 1.0, 1.5),
     "learner.gradients": ("auto", "fp32"),
     "learner.optimizer.type": ("adamw", "muon"),
     "learner.lora.rank": (None, None, 2, 16),
@@ -57,6 +70,8 @@ def drawn(seed: int) -> Recipe:
         value = choose.choice(options)
         if value is None or (key == "objective.correction.type" and table["objective"]["type"] in ("tbpo", "acr")):
             continue
+        if key == "quant.update_aware" and table["scheme"] == "none":
+            continue  # refused: there are no codes to move
         if key == "head":
             table["quant"] = {"rules": {"lm_head": value}}
             continue

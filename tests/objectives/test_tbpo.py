@@ -144,3 +144,41 @@ def test_the_band_is_wide_enough_for_float32(inputs, log_ratio, slope):
     Tbpo()(single).loss.backward()
     assert new_BT.grad is not None
     torch.testing.assert_close(-new_BT.grad.sum(), torch.tensor(slope), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("switched_off", "ratio", "slope"),
+    [
+        ({"neg_seq_clip_ratio_low": 1.0}, math.exp(-20.0), -math.exp(-20.0)),
+        ({"neg_seq_clip_ratio_low": 1.0}, 10.0, 0.0),
+        ({"neg_seq_clip_ratio_high": 1e9}, 1e8, -1e8),
+        ({"neg_seq_clip_ratio_high": 1e9}, 0.1, 0.0),
+    ],
+)
+def test_either_side_of_the_band_can_be_switched_off(one_token, switched_off, ratio, slope):
+    batch = one_token(ratio, -1.0)
+    Tbpo(**switched_off)(batch).loss.backward()
+    assert -batch.new_BT.grad.item() == pytest.approx(slope)
+
+
+def test_tokens_have_bands_and_caps_of_their_own_at_their_level(inputs):
+    # Ratios 1.1, 0.5, 3; mismatch weights 1, 4 (capped at 2), 0.5.
+    logs, weights = [[math.log(1.1), math.log(0.5), math.log(3.0)]] * 2, [[0.0, -math.log(4.0), math.log(2.0)]] * 2
+    bands = {"seq_clip_ratio_high": 0.2, "neg_seq_clip_ratio_low": 0.2, "neg_seq_clip_ratio_high": 0.3}
+    batch = inputs(logs, [1.0, -1.0], engine=weights)
+    report = Tbpo(level="token", **bands)(batch)
+    report.loss.backward()
+    # A = 1: min(r, 1.2); A = -1: only 1.1 is inside [0.8, 1.3]. The loss is a mean of 3 tokens, then of 2 sequences.
+    assert -report.loss.item() == pytest.approx(((1.1 + 2 * 0.5 + 0.5 * 1.2) - 1.1) / 6)
+    expected = [1.1, 2 * 0.5, 0.0, -1.1, 0.0, 0.0]
+    assert [-6 * slope for slope in batch.new_BT.grad.flatten().tolist()] == pytest.approx(expected)
+    found = {name: metric.value() for name, metric in report.metrics.items()}
+    assert found["tbpo/pos_clipped"] == found["tbpo/neg_below"] == found["tbpo/neg_above"] == pytest.approx(1 / 6)
+    assert found["objective/ratio_max"] == pytest.approx(3.0)
+    assert found["correction/weight_mean"] == pytest.approx(3.5 / 3)
+
+
+def test_one_token_is_its_own_sequence(one_token):
+    for ratio, advantage, mismatch in ((1.0003, 1.0, 1.5), (0.9998, -1.0, 3.0), (1.1, -1.0, 0.5)):
+        batch = one_token(ratio, advantage, mismatch)
+        assert Tbpo(level="token")(batch).loss.item() == Tbpo()(batch).loss.item()

@@ -114,3 +114,35 @@ def test_a_tied_tensor_under_two_names_is_our_bug() -> None:
     tied = torch.zeros(3, 2, requires_grad=True)
     with pytest.raises(AssertionError, match=r"lm_head\.weight was handed over twice"):
         group_parameters([("model.embed_tokens.weight", tied), ("lm_head.weight", tied)], ADAMW, ADAMW)
+
+
+def test_rates_are_scaled_by_the_last_pattern_that_matches_and_each_scale_has_a_group() -> None:
+    scales = {"*.q_proj.*": 0.5, "*.layers.1.*q_proj.weight": 3.0, "model.norm.weight": 2.0}
+    groups = group_parameters(parameters(DECODER), MUON, ADAMW, scales)
+    rates = {name: group.treatment.lr for group in groups for name in group.parameters}
+    assert rates["model.layers.0.self_attn.q_proj.weight"] == 0.5e-3
+    assert rates["model.layers.1.self_attn.q_proj.weight"] == 3e-3
+    assert rates["model.layers.1.mlp.gate_proj.weight"] == 1e-3
+    assert rates["model.layers.0.self_attn.q_proj.bias"] == 0.5e-4
+    assert rates["model.norm.weight"] == 2e-4
+    assert rates["model.layers.0.input_layernorm.weight"] == 1e-4
+    assert len(rates) == len(DECODER)
+    decays = {group.treatment.weight_decay for group in groups if group.role == "projection"}
+    assert decays == {0.1}  # a unit of rate decays as before
+    account = describe(groups).splitlines()
+    assert (
+        "projection muon  lr 0.003 decay 0.1: 1 tensors, 16 numbers: model.layers.*.self_attn.q_proj.weight" in account
+    )
+
+
+def test_a_scale_of_nothing_that_is_trained_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r'^\[learner\.lr_scales\] "\*\.q_prj\.weight" matches no trained parameter; .*q_proj\.weight',
+    ):
+        group_parameters(parameters(DECODER), MUON, ADAMW, {"*.q_prj.weight": 2.0})
+    frozen = [("lm_head.weight", torch.zeros(2, 2)), *parameters({"model.norm.weight": (4,)})]
+    with pytest.raises(ConfigurationError, match=r'"lm_head\.weight" matches no trained parameter'):
+        group_parameters(frozen, MUON, ADAMW, {"lm_head.weight": 2.0})
+    with pytest.raises(ConfigurationError, match=r'"\*\.q_proj\.weight" has no effect: later ones, such as "\*"'):
+        group_parameters(parameters(DECODER), MUON, ADAMW, {"*.q_proj.weight": 2.0, "*": 3.0})

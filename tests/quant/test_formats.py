@@ -3,13 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.quant.formats import E4M3, INT4, INT8, pack_int4, unpack_int4
+from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8, pack_int4, unpack_int4
 
 
 def test_integers_round_halves_to_even_and_clamp() -> None:
     scaled = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 200.0, -1e9])
     assert INT8.round_to_grid(scaled).tolist() == [0, 2, 2, 0, -2, 126, 127, -127]
     assert INT4.round_to_grid(scaled).tolist() == [0, 2, 2, 0, -2, 7, 7, -7]
+    assert INT3.round_to_grid(scaled).tolist() == [0, 2, 2, 0, -2, 3, 3, -3]
+    assert INT2.round_to_grid(scaled).tolist() == [0, 1, 1, 0, -1, 1, 1, -1]
 
 
 def test_e4m3_rounds_halves_to_even_and_clamps_instead_of_making_nan() -> None:
@@ -19,7 +21,9 @@ def test_e4m3_rounds_halves_to_even_and_clamps_instead_of_making_nan() -> None:
     assert E4M3.round_to_grid(scaled).float().tolist() == expected
 
 
-@pytest.mark.parametrize(("number_format", "largest"), [(INT8, 127.0), (INT4, 7.0), (E4M3, 448.0)])
+@pytest.mark.parametrize(
+    ("number_format", "largest"), [(INT8, 127.0), (INT4, 7.0), (INT3, 3.0), (INT2, 1.0), (E4M3, 448.0)]
+)
 def test_the_largest_value_is_a_code_and_codes_are_fixed_points(number_format, largest) -> None:
     assert number_format.largest == largest
     values = torch.linspace(-largest, largest, 1001)

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qarl.errors import ConfigurationError, RunError
-from qarl.quant.formats import E4M3, INT4, INT8, SLACK, NumberFormat
+from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8, SLACK, NumberFormat
 from qarl.quant.qtensor import dequantize, dequantize_rows, quantize, quantize_activations, quantize_rows
 from qarl.quant.scales import SMALLEST_AMAX
 from qarl.quant.scheme import SCHEMES
 
-FORMATS: list[NumberFormat] = [INT8, INT4, E4M3]
+FORMATS: list[NumberFormat] = [INT8, INT4, INT3, INT2, E4M3]
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qarl.errors import ConfigurationError
-from qarl.quant.formats import E4M3, INT4, INT8
+from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8
 from qarl.quant.scales import PerBlock, PerGroup, PerRow
 from qarl.quant.scheme import SCHEMES, Quantizer, scheme_named
 
@@ -14,6 +14,11 @@ from qarl.quant.scheme import SCHEMES, Quantizer, scheme_named
         ("w8a8-int8", Quantizer(INT8, PerRow()), Quantizer(INT8, PerRow())),
         ("w4a8-int8", Quantizer(INT4, PerRow()), Quantizer(INT8, PerRow())),
         ("w4a16", Quantizer(INT4, PerGroup(128)), None),
+        ("w4a16-g16", Quantizer(INT4, PerGroup(16)), None),
+        ("w3a16", Quantizer(INT3, PerGroup(128)), None),
+        ("w3a16-g32", Quantizer(INT3, PerGroup(32)), None),
+        ("w2a16", Quantizer(INT2, PerGroup(128)), None),
+        ("w2a16-g32", Quantizer(INT2, PerGroup(32)), None),
         ("fp8", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow())),
         ("fp8-block", Quantizer(E4M3, PerBlock(128, 128)), Quantizer(E4M3, PerGroup(128))),
     ],
@@ -36,7 +41,7 @@ def test_inputs_that_do_not_fill_whole_groups_are_refused_with_the_module_and_a_
         SCHEMES[name].check_shape("layers.0.q_proj", (576, 544))
     message = str(refused.value)
     assert message.startswith(f"layers.0.q_proj: in_features 544 is not a multiple of {multiple}")
-    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w12a12-int12, w4a16-g32, fp8: " in message
+    assert "schemes that fit are none, w8a8-int8, w4a8-int8, w12a12-int12, w4a16-g32, w4a16-g16, w3a16-g32, " in message
     SCHEMES[name].check_shape("layers.0.q_proj", (576, 5 * multiple))
 
 
@@ -50,6 +55,7 @@ def test_a_scale_per_row_takes_any_width() -> None:
         ("none", 4 * 256 * 512),
         ("w8a8-int8", 256 * 512 + 4 * 256),
         ("w4a16", 256 * 512 // 2 + 4 * 256 * 4),
+        ("w2a16", 256 * 512 // 2 + 4 * 256 * 4),
         ("fp8-block", 256 * 512 + 4 * 2 * 4),
     ],
 )
