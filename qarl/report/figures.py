@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -48,11 +48,11 @@ def lines(
     """Curves over a common axis.
 
     With `smooth` values are faint dots, and the line is their mean over so many points, those up to this one. `log`
-    makes the vertical axis logarithmic; values that are not above 0 have no place there.
+    makes the vertical axis logarithmic; values that are not above 0 have no place there and are gaps.
     """
     figure = _figure(x_title, y_title, log)
     colours = _colours(curves)
-    drawn = [curve for curve in curves if len(curve.x)]
+    drawn = [_above_zero(curve) if log else curve for curve in curves if len(curve.x)]
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
         if curve.low is not None and curve.high is not None:
@@ -97,7 +97,8 @@ def running_mean(values: Sequence[float | None], window: int) -> list[float | No
     means: list[float | None] = []
     for place in range(len(values)):
         near = [one for one in values[max(0, place + 1 - window) : place + 1] if one is not None and math.isfinite(one)]
-        means.append(sum(near) / len(near) if near else None)
+        # Six digits are more than a figure shows, and keep pages of long runs small.
+        means.append(float(f"{sum(near) / len(near):.6g}") if near else None)
     return means
 
 
@@ -159,7 +160,9 @@ def _figure(x_title: str, y_title: str, log: bool) -> Figure:
             "automargin": True,
             "zeroline": False,
             "type": "log" if log else "linear",
-            "exponentformat": "e" if log else "SI",
+            # As 1e-8, not as 10n; what people read at a glance stays a plain number.
+            "exponentformat": "e",
+            "minexponent": 5,
         },
     )
     return figure
@@ -172,6 +175,10 @@ def _piece(title: str, figure: Figure) -> Markup:
         '<figure class="figure"><figcaption>{}</figcaption><div class="plot" role="img" aria-label="{}"></div>'
         '<div class="legend"></div><script type="application/json">{}</script></figure>'
     ).format(title, title, spec)
+
+
+def _above_zero(curve: Curve) -> Curve:
+    return replace(curve, y=[None if value is None or value <= 0.0 else value for value in curve.y])
 
 
 def _colours(curves: Sequence[Curve]) -> dict[str, str]:
