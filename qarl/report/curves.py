@@ -109,38 +109,46 @@ def series(history: History, name: str) -> Series:
 
 
 def _section(topic: str, names: Sequence[str], histories: Sequence[History]) -> Section:
-    figures, constants, notes = [], [], []
+    figures, constants = [], []
+    notes = [_alignment_words(one) for one in histories] if topic == "Engine and learner" else []
+    zeros: list[str] = []
     if topic == "Time and speed":
         figures += [_time_figure(one, len(histories) > 1) for one in histories if len(one.steps) > 1]
         names = [name for name in names if not name.startswith("time/") or name == "time/step"]
     for name in names:
         found = {one.name: series(one, name) for one in histories}
-        gaps = sum(one.missing for one in found.values())
-        if gaps:
-            notes.append(f"{name} was not finite in {_steps(gaps)}.")
+        missing = sum(one.missing for one in found.values())
+        if missing:
+            notes.append(f"{name} was not finite in {_steps(missing)}.")
         constant = _constant(found)
         if constant is not None:
             constants.append((name, constant))
         elif any(one.values for one in found.values()):
-            figure, note = _figure(name, found, histories)
-            figures.append(figure)
-            notes += note
-    if topic == "Engine and learner":
-        notes = [*(_alignment_words(one) for one in histories), *notes]
+            figures.append(_figure(name, found, histories))
+            zeros += _zeros(name, found)
+    if zeros:
+        notes.append(f"Zeros are gaps on a logarithmic axis: {', '.join(zeros)}.")
     return Section(topic, grid(figures) + _constants(constants), " ".join(notes))
 
 
-def _figure(name: str, found: Mapping[str, Series], histories: Sequence[History]) -> tuple[Markup, list[str]]:
+def _figure(name: str, found: Mapping[str, Series], histories: Sequence[History]) -> Markup:
     unit, meaning = MEANINGS.get(name, ("", ""))
     unit = unit or UNITS.get(name.split("/")[0], "")
-    log = name in LOGARITHMIC
-    zeros = sum(value <= 0.0 for one in found.values() for value in one.values) if log else 0
     most = max(len(one.values) for one in found.values())
     smooth = 0 if most < MANY_STEPS or name.startswith(NOT_AVERAGED) else max(5, most // 20)
-    drawn = [_curve(one, name, found[one.name]) for one in histories]
     title = name + (f": {meaning}" if meaning else "") + (f"; line: mean of {smooth} steps" if smooth else "")
-    note = [f"{name} was 0 in {_steps(zeros)}, which a logarithmic axis cannot show."] if zeros else []
-    return lines(title, STEP_AXIS, unit, drawn, smooth=smooth, log=log), note
+    drawn = [_curve(one, name, found[one.name]) for one in histories]
+    return lines(title, STEP_AXIS, unit, drawn, smooth=smooth, log=name in LOGARITHMIC)
+
+
+def _zeros(name: str, found: Mapping[str, Series]) -> list[str]:
+    """What a logarithmic axis cannot show, run by run."""
+    counts = {run: sum(value <= 0.0 for value in one.values) for run, one in found.items()}
+    return [
+        f"{run} {name} ({count} of {_steps(len(found[run].values))})"
+        for run, count in counts.items()
+        if count and name in LOGARITHMIC
+    ]
 
 
 def _curve(history: History, name: str, found: Series) -> Curve:
