@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 COLOURS = ("#3b82f6", "#e8762c", "#23a06f", "#d9466f", "#8f6be0", "#a88a1d", "#2aa5c0", "#a3694a")
 """Told apart on white and on black; more groups than these begin again with the first."""
 
-BAND_OPACITY, DOT_OPACITY = 0.18, 0.4
+BAND_OPACITY = 0.18
+
+DOTS, MANY_DOTS = {"size": 4, "opacity": 0.4}, {"size": 2.5, "opacity": 0.15}
+MANY = 300
+"""More dots than these in a figure are drawn fainter, so that the lines are seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,13 @@ def lines(
     figure = _figure(x_title, y_title, log)
     colours = _colours(curves)
     drawn = [_above_zero(curve) if log else curve for curve in curves if len(curve.x)]
+    num_points = sum(len(curve.x) for curve in drawn)
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
         if curve.low is not None and curve.high is not None:
             _add_band(figure, curve, colour)
         if smooth:
-            _add_dots(figure, curve, colour)
+            _add_dots(figure, curve, {"color": colour, **(MANY_DOTS if num_points > MANY else DOTS)})
         figure.add_scatter(
             x=list(curve.x),
             y=running_mean(curve.y, smooth) if smooth else list(curve.y),
@@ -210,14 +215,14 @@ def _add_band(figure: Figure, curve: Curve, colour: str) -> None:
     )
 
 
-def _add_dots(figure: Figure, curve: Curve, colour: str) -> None:
+def _add_dots(figure: Figure, curve: Curve, marker: Mapping[str, object]) -> None:
     figure.add_scatter(
         x=list(curve.x),
         y=list(curve.y),
         name=html.escape(curve.name),
         legendgroup=curve.name,
         mode="markers",
-        marker={"color": colour, "size": 4, "opacity": DOT_OPACITY},
+        marker=dict(marker),
     )
 
 
