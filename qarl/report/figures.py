@@ -174,7 +174,7 @@ def _figure(x_title: str, y_title: str, log: bool) -> Figure:
 
 
 def _piece(title: str, figure: Figure) -> Markup:
-    # In a script element only "</" could end it early; as an escape no "<" can.
+    # In a script element "</" would end it early; as an escape no "<" can, whatever plotly escapes by itself.
     spec = Markup(str(figure.to_json()).replace("<", "\\u003c"))
     return Markup(
         '<figure class="figure"><figcaption>{}</figcaption><div class="plot" role="img" aria-label="{}"></div>'
