@@ -29,8 +29,8 @@ HERE = Path(__file__).parent
 STEPS_SHOWN = 10
 """Evenly spaced, the first and the last among them."""
 
-TOKEN_BUDGET = 300_000
-"""Tokens of all runs on a page, about 12 bytes each, where nobody asks for a number of completions."""
+TOKEN_BUDGET = 200_000
+"""Tokens of all runs on a page, about 15 bytes each, where nobody asks for a number of completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def browser(histories: Sequence[History], per_step: int | None) -> Section:
     if not shown["runs"]:
         return Section("Completions", "", " ".join(notes))
     script, styles = (Markup((HERE / f"completions.{kind}").read_text(encoding="utf-8")) for kind in ("js", "css"))
-    spec = Markup(json.dumps(shown, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"))
+    spec = Markup(json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
     html = Markup(
         '<style>{}</style><div class="browser" id="browser"></div>'
         '<script type="application/json" id="completions">{}</script><script>{}</script>'
@@ -153,12 +153,12 @@ def _is_its_text(decode: Callable[..., Any], written: Written) -> bool:
 
 def _run(samples: Sequence[StepSample], texts: Mapping[int, str] | None) -> dict[str, Any]:
     """A run as `completions.js` reads it; prompts are listed once."""
-    prompts: dict[str, int] = {}
+    prompts: dict[tuple[str, str], int] = {}
     steps = []
     for sample in samples:
         shown = []
         for place, one in sample.chosen:
-            prompt = prompts.setdefault(one.prompt, len(prompts))
+            prompt = prompts.setdefault((one.prompt_id, one.prompt), len(prompts))
             shown.append({"place": place, "prompt": prompt, **_completion(one, texts)})
         steps.append({"step": sample.step, "total": sample.total, "completions": shown})
     return {"steps": steps, "prompts": list(prompts), "texts": texts}

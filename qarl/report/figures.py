@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 COLOURS = ("#3b82f6", "#e8762c", "#23a06f", "#d9466f", "#8f6be0", "#a88a1d", "#2aa5c0", "#a3694a")
 """Told apart on white and on black; more groups than these begin again with the first."""
 
-BAND_OPACITY, DOT_OPACITY = 0.18, 0.4
+BAND_OPACITY = 0.18
+
+DOTS, MANY_DOTS = {"size": 4, "opacity": 0.4}, {"size": 2.5, "opacity": 0.15}
+MANY = 300
+"""More dots than these in a figure are drawn fainter, so that the lines are seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +52,18 @@ def lines(
     """Curves over a common axis.
 
     With `smooth` values are faint dots, and the line is their mean over so many points, those up to this one. `log`
-    makes the vertical axis logarithmic; values that are not above 0 have no place there.
+    makes the vertical axis logarithmic; values that are not above 0 have no place there and are gaps.
     """
     figure = _figure(x_title, y_title, log)
     colours = _colours(curves)
-    drawn = [curve for curve in curves if len(curve.x)]
+    drawn = [_above_zero(curve) if log else curve for curve in curves if len(curve.x)]
+    num_points = sum(len(curve.x) for curve in drawn)
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
         if curve.low is not None and curve.high is not None:
             _add_band(figure, curve, colour)
         if smooth:
-            _add_dots(figure, curve, colour)
+            _add_dots(figure, curve, {"color": colour, **(MANY_DOTS if num_points > MANY else DOTS)})
         figure.add_scatter(
             x=list(curve.x),
             y=running_mean(curve.y, smooth) if smooth else list(curve.y),
@@ -97,7 +102,8 @@ def running_mean(values: Sequence[float | None], window: int) -> list[float | No
     means: list[float | None] = []
     for place in range(len(values)):
         near = [one for one in values[max(0, place + 1 - window) : place + 1] if one is not None and math.isfinite(one)]
-        means.append(sum(near) / len(near) if near else None)
+        # Six digits are more than a figure shows, and keep pages of long runs small.
+        means.append(float(f"{sum(near) / len(near):.6g}") if near else None)
     return means
 
 
@@ -159,19 +165,25 @@ def _figure(x_title: str, y_title: str, log: bool) -> Figure:
             "automargin": True,
             "zeroline": False,
             "type": "log" if log else "linear",
-            "exponentformat": "e" if log else "SI",
+            # As 1e-8, not as 10n; what people read at a glance stays a plain number.
+            "exponentformat": "e",
+            "minexponent": 5,
         },
     )
     return figure
 
 
 def _piece(title: str, figure: Figure) -> Markup:
-    # In a script element only "</" could end it early; as an escape no "<" can.
+    # In a script element "</" would end it early; as an escape no "<" can, whatever plotly escapes by itself.
     spec = Markup(str(figure.to_json()).replace("<", "\\u003c"))
     return Markup(
         '<figure class="figure"><figcaption>{}</figcaption><div class="plot" role="img" aria-label="{}"></div>'
         '<div class="legend"></div><script type="application/json">{}</script></figure>'
     ).format(title, title, spec)
+
+
+def _above_zero(curve: Curve) -> Curve:
+    return replace(curve, y=[None if value is None or value <= 0.0 else value for value in curve.y])
 
 
 def _colours(curves: Sequence[Curve]) -> dict[str, str]:
@@ -203,14 +215,14 @@ def _add_band(figure: Figure, curve: Curve, colour: str) -> None:
     )
 
 
-def _add_dots(figure: Figure, curve: Curve, colour: str) -> None:
+def _add_dots(figure: Figure, curve: Curve, marker: Mapping[str, object]) -> None:
     figure.add_scatter(
         x=list(curve.x),
         y=list(curve.y),
         name=html.escape(curve.name),
         legendgroup=curve.name,
         mode="markers",
-        marker={"color": colour, "size": 4, "opacity": DOT_OPACITY},
+        marker=dict(marker),
     )
 
 
