@@ -25,10 +25,10 @@ Command = Callable[[Job], list[str]]
 class Watcher:
     """Who is told what happens in the pool."""
 
-    def begun(self, job: Job, running: int, waiting: int) -> None:
+    def begun(self, job: Job, running: int) -> None:
         """A run's process has started."""
 
-    def ended(self, job: Job, code: int, running: int, waiting: int) -> None:
+    def ended(self, job: Job, code: int, running: int) -> None:
         """A run's process has ended with this exit code, or by the signal -`code`."""
 
     def passed(self) -> None:
@@ -85,14 +85,14 @@ class Pool:
                 process_group=0,  # a terminal's ctrl-C reaches this process alone, which passes it on once
                 preexec_fn=_end_with(os.getpid()),  # there is one thread
             )
-        self._watcher.begun(job, len(self._running), len(self._waiting))
+        self._watcher.begun(job, len(self._running))
 
     def _look(self) -> None:
         for job, process in list(self._running.items()):
             code = process.poll()
             if code is not None:
                 del self._running[job]
-                self._watcher.ended(job, code, len(self._running), len(self._waiting))
+                self._watcher.ended(job, code, len(self._running))
 
     def _wait(self) -> None:
         while self._running:

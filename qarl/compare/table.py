@@ -38,8 +38,8 @@ def main_rows(results: Results) -> list[dict[str, str]]:
             row[column] = shown_estimate(estimate(list(results.values(name, column).values())))
             if column == metric and baseline is not None:
                 row["difference"] = _difference(results, name)
-        row["s/step"] = shown_estimate(estimate([run.seconds / run.steps for run in runs]))
-        row["tokens"] = shown_estimate(estimate([float(run.tokens) for run in runs]))
+        row["s/step"] = _shown_mean([run.seconds / run.steps for run in runs])
+        row["tokens"] = _shown_mean([float(run.tokens) for run in runs])
         rows.append(row)
     return rows
 
@@ -155,17 +155,19 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(padded) + " |"
 
 
+def _shown_mean(values: Sequence[float]) -> str:
+    return _plain(math.fsum(values) / len(values)) if values else "–"
+
+
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _runs(results: Results, name: str) -> str:
-    """`3`, or `3, 1 stopped`: how many count."""
-    runs = results.runs_of(name)
-    early = [
-        f"{count} {state}" for state in ("stopped", "failed") if (count := sum(run.state == state for run in runs))
-    ]
-    return ", ".join([str(len(runs)), *early])
+    """`3`, or `3, 1 stopped`: how many ended, and how many of them early."""
+    states = [run.state for run in results.runs if run.arm == name and run.state != "unfinished"]
+    early = [f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states]
+    return ", ".join([str(len(states)), *early])
 
 
 def _difference(results: Results, name: str) -> str:
