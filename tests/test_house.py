@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "align": GROUND + " " + ROOMS + " " + RUN,
         "bench": GROUND + " " + ROOMS + " " + RUN,
         "export": GROUND + " models quant sync " + RUN,
-        "report": GROUND + " align models tracking " + RUN,
+        "report": GROUND + " align quant rollout tracking " + RUN,
         "compare": GROUND + " ops report tracking " + RUN,
         "serve": GROUND + " models rollout sync " + RUN,
         "doctor": GROUND + " ops quant",

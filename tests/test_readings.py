@@ -11,10 +11,12 @@ from qarl.readings import (
     MOST_ERROR_LINES,
     completion_metrics,
     error_lines,
+    is_error_token,
     num_tokens,
     prompt_metrics,
     refuse_errors,
     repeated_ngrams,
+    repetition_onset,
     reward_metrics,
 )
 from qarl.records import Completion, ErrorKind, FinishReason, Group, GroupRewards, Prompt, RewardError
@@ -148,3 +150,15 @@ def test_prompt_lengths_and_rows_left_out() -> None:
 
 def test_tokens_are_counted_over_all_groups() -> None:
     assert num_tokens([group(completion([1, 2])), group(completion([3]), completion([4]))]) == 4
+
+
+def test_an_error_token_has_a_probability_below_a_ten_thousandth() -> None:
+    logprobs = torch.tensor([1.01e-4, 0.99e-4, 1.0]).log()
+    assert is_error_token(logprobs).tolist() == [False, True, False]
+
+
+def test_repetition_begins_with_the_first_ngram_that_occurred_before() -> None:
+    assert repetition_onset([1, 2, 3, 1, 2, 1, 2], 2) == 3
+    assert repetition_onset([7, 7, 7], 2) == 1
+    assert repetition_onset([1, 2, 3], 2) is None
+    assert repetition_onset([1], 2) is None

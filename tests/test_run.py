@@ -129,6 +129,8 @@ def test_an_interrupted_run_saves_its_last_step_says_how_to_go_on_and_does(tmp_p
     system = build(recipe)
     with pytest.raises(Interrupted, match=f"after 2 of 4 steps.*--resume {folder}"):
         run_in(folder, recipe, with_learner(system, SignallingLearner(system, at_version=1)))
+    last = (folder / "run.log").read_text().splitlines()[-1]
+    assert " ERROR interrupted after 2 of 4 steps" in last
     found = newest_checkpoint(folder / "checkpoints")
     assert found is not None and found.step == 2
     run_in(folder, recipe)

@@ -80,3 +80,14 @@ def test_a_full_disk_is_said_and_the_lock_is_free_again(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000, "a\0b"])
 def test_what_cannot_be_a_path_is_no_run(name: str) -> None:
     assert run_at(Path(name)) is None
+
+
+def test_a_run_is_seen_to_be_running_without_a_trace(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert not run.is_running()
+    assert not run.path.exists()
+    with run.lock():
+        held = (run.path / "run.lock").read_text()
+        assert run.is_running()
+        assert (run.path / "run.lock").read_text() == held
+    assert not run.is_running()

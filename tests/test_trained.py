@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from qarl.models.save import save_folder
 from qarl.models.tokenizer import byte_tokenizer
 from qarl.recipe import load_recipe, to_toml
 from qarl.run import FORMAT
-from qarl.trained import adapters_at, model_named
+from qarl.runfolder import RunFolder
+from qarl.trained import adapters_at, model_named, tokenizer_of
 
 SMOKE = Path(__file__).resolve().parents[1] / "recipes" / "smoke.toml"
 LORA = ("--learner.lora.rank=4", "--learner.lora.alpha=6")
@@ -77,3 +79,16 @@ def test_adapters_are_not_put_on_a_base_that_has_changed(tmp_path: Path) -> None
     base_folder(tmp_path / "base", seed=2)
     with pytest.raises(ConfigurationError, match=r"adapters belong to other weights than model = '.*base' has now"):
         model_named(str(run))
+
+
+def test_a_runs_tokenizer_is_its_own_or_that_of_its_recipes_model(tmp_path: Path) -> None:
+    first, _ = run_of(tmp_path / "first", *LORA)
+    second, _ = run_of(tmp_path / "second", f"--model={first}", *LORA)
+    vocabulary = byte_tokenizer().get_vocab()
+    assert tokenizer_of(RunFolder(second)).get_vocab() == vocabulary
+    whole, _ = run_of(tmp_path / "whole", f"--model={base_folder(tmp_path / 'base', seed=1)}")
+    shutil.rmtree(tmp_path / "base")
+    assert tokenizer_of(RunFolder(whole)).get_vocab() == vocabulary
+    shutil.rmtree(whole / "checkpoints")
+    with pytest.raises(ConfigurationError, match="base' is no model"):
+        tokenizer_of(RunFolder(whole))

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from qarl.checkpoint import write_atomically
 from qarl.compare.experiment import Comparison, choose, load_comparison
 from qarl.compare.jobs import Job, jobs_in
-from qarl.compare.page import write_page
+from qarl.compare.page import write_comparison
 from qarl.compare.pool import Command, Pool, train_command
 from qarl.compare.progress import Narrator
 from qarl.compare.results import Results, measure, read_results
@@ -20,6 +20,7 @@ from qarl.compare.table import early_ends, main_rows, write_table
 from qarl.errors import RunError
 from qarl.interrupts import Interrupted
 from qarl.ops.device import missing_for_cuda
+from qarl.report.figures import plotly_script
 from qarl.runfolder import RunLock
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "results.json", "table.md", "page.html"
@@ -50,6 +51,7 @@ def compare(
     out = out or Path("runs") / name
     every_job = jobs_in(out, choose(comparison, (), ()))
     todo = [job for job in every_job if _is_due(job, retry_failed) and (job.arm, job.seed) in chosen] if runs else []
+    plotly_script()  # where it is missing, that is to be known before the work
     if todo:
         with RunLock(out, "--out"), Narrator(comparison.experiment, todo, stream) as narrator:
             pool = Pool(command, processes or default_processes(comparison, threads), threads, narrator)
@@ -74,7 +76,7 @@ def tell(results: Results, out: Path) -> dict[str, Any]:
     """Write table and page; returns where they are, and what they say."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / TABLE_FILE, write_table(results))
-    write_page(out / PAGE_FILE, results)
+    write_comparison(out / PAGE_FILE, results)
     return {
         "table": str(out / TABLE_FILE),
         "page": str(out / PAGE_FILE),

@@ -29,12 +29,11 @@ def main_rows(results: Results) -> list[dict[str, str]]:
     """A row for every arm, the best first; arms without a reading last."""
     settings = results.settings
     metric, baseline = settings["metric"], settings["baseline"]
-    columns = list(dict.fromkeys([metric, settings["target_metric"], *settings["also"]]))
     rows = []
     for name in ranked(results):
         runs = results.runs_of(name)
         row = {"arm": results.arms[name].title, "runs": _runs(results, name)}
-        for column in columns:
+        for column in results.metrics:
             row[column] = shown_estimate(estimate(list(results.values(name, column).values())))
             if column == metric and baseline is not None:
                 row["difference"] = _difference(results, name)
@@ -188,9 +187,7 @@ def _old_reading(results: Results, run: RunResult) -> str:
 
 
 def _unmeasured(results: Results) -> list[str]:
-    settings = results.settings
     if not any(run.counts for run in results.runs):
         return []
     measured = {name for run in results.runs for name in run.figures}
-    wanted = dict.fromkeys([settings["metric"], settings["target_metric"], *settings["also"]])
-    return [name for name in wanted if name not in measured]
+    return [name for name in results.metrics if name not in measured]

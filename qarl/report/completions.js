@@ -65,8 +65,8 @@
 
   function showPrompts() {
     const asked = [...new Set(step().completions.map((one) => one.prompt))];
-    const part = tellingPart(asked.map((place) => run().prompts[place]));
-    offer(prompts, [["all", `all ${asked.length}`], ...asked.map((place) => [place, brief(part(run().prompts[place]), 60)])], true);
+    const part = tellingPart(asked.map((place) => run().prompts[place][1]));
+    offer(prompts, [["all", `all ${asked.length}`], ...asked.map((place) => [place, brief(part(run().prompts[place][1]), 60)])], true);
     showList();
   }
 
@@ -97,12 +97,12 @@
       one.onset === null ? `no ${ngram}-gram repeats` : `repeats from token ${one.onset + 1} on`,
       ...(one.trained ? [] : ["not trained on"]),
     ];
-    const prompt = make("details", "", make("summary", "", "Prompt"), make("div", "prompt code", run().prompts[one.prompt]));
+    const prompt = make("details", "", make("summary", "", `Prompt ${run().prompts[one.prompt][0]}`), make("div", "prompt code", run().prompts[one.prompt][1]));
     detail.replaceChildren(
       make("h3", "", `Step ${step().step}, completion ${one.place + 1} of ${step().total}`),
       make("p", "note", facts.join(" · ")), prompt,
       ...(one.ids ? tokenView(one) : []),
-      ...(one.text === undefined ? [] : [make("div", "text code", one.text)]),
+      ...(one.text === undefined ? [] : [...(one.ids ? [make("p", "note", "Signs of several tokens, decoded together:")] : []), make("div", "text code", one.text)]),
     );
   }
 
@@ -133,7 +133,7 @@
     const sample = make("span", "tokens", make("span", "error", "error token"));
     key.append(sample);
     if (one.onset !== null) key.append(`; ${ngram} tokens that occurred before follow `, make("span", "onset", "⟲"));
-    return [key, view, facts];
+    return [key, facts, view];
   }
 
   function words(one, place) {

@@ -153,12 +153,12 @@ def _is_its_text(decode: Callable[..., Any], written: Written) -> bool:
 
 def _run(samples: Sequence[StepSample], texts: Mapping[int, str] | None) -> dict[str, Any]:
     """A run as `completions.js` reads it; prompts are listed once."""
-    prompts: dict[str, int] = {}
+    prompts: dict[tuple[str, str], int] = {}
     steps = []
     for sample in samples:
         shown = []
         for place, one in sample.chosen:
-            prompt = prompts.setdefault(one.prompt, len(prompts))
+            prompt = prompts.setdefault((one.prompt_id, one.prompt), len(prompts))
             shown.append({"place": place, "prompt": prompt, **_completion(one, texts)})
         steps.append({"step": sample.step, "total": sample.total, "completions": shown})
     return {"steps": steps, "prompts": list(prompts), "texts": texts}

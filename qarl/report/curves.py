@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from qarl.report.figures import Curve, grid, lines, stacked, table
+from qarl.report.figures import Curve, grid, lines, shown, stacked
 from qarl.report.history import History
 from qarl.report.page import Section
 from qarl.run import measured_alignment
@@ -61,6 +61,9 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 }
 """Units and meanings; a metric that is not listed is shown by its name alone."""
 
+UNITS: Mapping[str, str] = {"reward": "reward", "time": "seconds"}
+"""Of metrics that are not listed, by their rooms."""
+
 LOGARITHMIC = ("mismatch/max_abs", "mismatch/mean_abs", "mismatch/k3", "optim/grad_norm")
 
 MANY_STEPS = 30
@@ -84,15 +87,17 @@ def curves(histories: Sequence[History]) -> list[Section]:
     """The sections that have something to show, in the order of `TOPICS`."""
     names = metric_names(histories)
     topics = {topic: [name for name in names if name.split("/")[0] in rooms] for topic, rooms in TOPICS.items()}
-    shown_names = {name for found in topics.values() for name in found}
-    topics[OTHERS] = [name for name in names if name not in shown_names]
+    placed = {name for found in topics.values() for name in found}
+    topics[OTHERS] = [name for name in names if name not in placed]
     return [_section(topic, found, histories) for topic, found in topics.items() if found]
 
 
 def metric_names(histories: Sequence[History]) -> list[str]:
-    """Every metric of any run, in order of appearance; intervals belong to their figures, evaluations to their file."""
+    """Every metric of any run, the known ones first; intervals belong to their figures, evaluations to their file."""
     rows = [row for one in histories for row in (*one.steps, *one.evaluations)]
-    names = dict.fromkeys(name for row in rows for name in row if name != "step")
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+    ranks = {name: rank for rank, name in enumerate(MEANINGS)}
+    names = sorted(names, key=lambda name: (ranks.get(name, len(ranks)), "/pass@" not in name))
     return [name for name in names if not (name.startswith("eval/") and name.endswith(("_low", "_high")))]
 
 
@@ -104,48 +109,54 @@ def series(history: History, name: str) -> Series:
 
 
 def _section(topic: str, names: Sequence[str], histories: Sequence[History]) -> Section:
-    figures, constants, notes = [], [], []
+    figures, constants = [], []
+    notes = [_alignment_words(one) for one in histories] if topic == "Engine and learner" else []
+    zeros: list[str] = []
     if topic == "Time and speed":
         figures += [_time_figure(one, len(histories) > 1) for one in histories if len(one.steps) > 1]
         names = [name for name in names if not name.startswith("time/") or name == "time/step"]
     for name in names:
         found = {one.name: series(one, name) for one in histories}
-        gaps = sum(one.missing for one in found.values())
-        if gaps:
-            notes.append(f"{name} was not finite in {gaps} steps.")
+        missing = sum(one.missing for one in found.values())
+        if missing:
+            notes.append(f"{name} was not finite in {_steps(missing)}.")
         constant = _constant(found)
         if constant is not None:
             constants.append((name, constant))
         elif any(one.values for one in found.values()):
-            figure, note = _figure(name, found, histories)
-            figures.append(figure)
-            notes += note
-    if topic == "Engine and learner":
-        notes = [*(_alignment_words(one) for one in histories), *notes]
+            figures.append(_figure(name, found, histories))
+            zeros += _zeros(name, found)
+    if zeros:
+        notes.append(f"Zeros are gaps on a logarithmic axis: {', '.join(zeros)}.")
     return Section(topic, grid(figures) + _constants(constants), " ".join(notes))
 
 
-def _figure(name: str, found: Mapping[str, Series], histories: Sequence[History]) -> tuple[Markup, list[str]]:
+def _figure(name: str, found: Mapping[str, Series], histories: Sequence[History]) -> Markup:
     unit, meaning = MEANINGS.get(name, ("", ""))
-    log = name in LOGARITHMIC
-    zeros = sum(value <= 0.0 for one in found.values() for value in one.values) if log else 0
+    unit = unit or UNITS.get(name.split("/")[0], "")
     most = max(len(one.values) for one in found.values())
     smooth = 0 if most < MANY_STEPS or name.startswith(NOT_AVERAGED) else max(5, most // 20)
-    drawn = [_curve(one, name, found[one.name]) for one in histories]
     title = name + (f": {meaning}" if meaning else "") + (f"; line: mean of {smooth} steps" if smooth else "")
-    note = [f"{name} was 0 in {zeros} steps, which a logarithmic axis cannot show."] if zeros else []
-    return lines(title, STEP_AXIS, unit, drawn, smooth=smooth, log=log), note
+    drawn = [_curve(one, name, found[one.name]) for one in histories]
+    return lines(title, STEP_AXIS, unit, drawn, smooth=smooth, log=name in LOGARITHMIC)
+
+
+def _zeros(name: str, found: Mapping[str, Series]) -> list[str]:
+    """What a logarithmic axis cannot show, run by run."""
+    counts = {run: sum(value <= 0.0 for value in one.values) for run, one in found.items()}
+    return [
+        f"{run} {name} ({count} of {_steps(len(found[run].values))})"
+        for run, count in counts.items()
+        if count and name in LOGARITHMIC
+    ]
 
 
 def _curve(history: History, name: str, found: Series) -> Curve:
     """With the interval of a held-out share, where it has one."""
-    band: dict[str, list[float]] = {}
-    if name.startswith("eval/"):
-        for side in ("low", "high"):
-            steps, values = points(history.evaluations, f"{name}_{side}")
-            if steps == found.steps:
-                band[side] = values
-    return Curve(history.name, found.steps, found.values, **band)
+    low, high = (series(history, f"{name}_{side}") for side in ("low", "high"))
+    if name.startswith("eval/") and low.steps == high.steps == found.steps:
+        return Curve(history.name, found.steps, found.values, low.values, high.values)
+    return Curve(history.name, found.steps, found.values)
 
 
 def _time_figure(history: History, is_one_of_several: bool) -> Markup:
@@ -169,15 +180,23 @@ def _constant(found: Mapping[str, Series]) -> float | None:
 def _constants(constants: Sequence[tuple[str, float]]) -> Markup:
     if not constants:
         return Markup("")
-    rows = [
-        {"the same in every step": name, "value": value, "meaning": MEANINGS.get(name, ("", ""))[1]}
+    said = Markup(", ").join(
+        Markup('<span title="{}"><code>{}</code> {}</span>').format(MEANINGS.get(name, ("", ""))[1], name, shown(value))
         for name, value in constants
-    ]
-    return Markup('<div class="constants">{}</div>').format(table(rows))
+    )
+    return Markup("<p>The same in every step: {}.</p>").format(said)
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _alignment_words(history: History) -> str:
     measured = measured_alignment(history.steps)
     count = len(history.steps)
-    said = f"engine and learner were bit-equal in all {count} steps" if measured == "exact" else measured
+    said = (
+        f"engine and learner were bit-equal in {f'all {count} steps' if count > 1 else 'its step'}"
+        if measured == "exact"
+        else measured
+    )
     return f"{history.name}: {said}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -29,9 +29,9 @@ BAND_OPACITY, DOT_OPACITY = 0.18, 0.4
 class Curve:
     """Values `y` at places `x`, all equally many; NaN and None are gaps.
 
-    `low` and `high` are drawn as a band. Curves of a `group` share its colour; without one a curve has its own. A curve
-    without points is not drawn, and keeps its place in the order of colours: so a name has one colour in all figures
-    that name the same curves.
+    `low` and `high` are drawn as a band. A `faint` curve is a thin line that comes and goes with its group. Curves of a
+    `group` share its colour; without one a curve has its own. A curve without points is not drawn, and keeps its place
+    in the order of colours: so a name has one colour in all figures that name the same curves.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Curve:
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
     group: str | None = None
+    faint: bool = False
 
 
 def lines(
@@ -48,13 +49,16 @@ def lines(
     """Curves over a common axis.
 
     With `smooth` values are faint dots, and the line is their mean over so many points, those up to this one. `log`
-    makes the vertical axis logarithmic; values that are not above 0 have no place there.
+    makes the vertical axis logarithmic; values that are not above 0 have no place there and are gaps.
     """
     figure = _figure(x_title, y_title, log)
     colours = _colours(curves)
-    drawn = [curve for curve in curves if len(curve.x)]
+    drawn = [_above_zero(curve) if log else curve for curve in curves if len(curve.x)]
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
+        if curve.faint:
+            _add_faint(figure, curve, colour)
+            continue
         if curve.low is not None and curve.high is not None:
             _add_band(figure, curve, colour)
         if smooth:
@@ -97,7 +101,8 @@ def running_mean(values: Sequence[float | None], window: int) -> list[float | No
     means: list[float | None] = []
     for place in range(len(values)):
         near = [one for one in values[max(0, place + 1 - window) : place + 1] if one is not None and math.isfinite(one)]
-        means.append(sum(near) / len(near) if near else None)
+        # Six digits are more than a figure shows, and keep pages of long runs small.
+        means.append(float(f"{sum(near) / len(near):.6g}") if near else None)
     return means
 
 
@@ -159,7 +164,9 @@ def _figure(x_title: str, y_title: str, log: bool) -> Figure:
             "automargin": True,
             "zeroline": False,
             "type": "log" if log else "linear",
-            "exponentformat": "e" if log else "SI",
+            # As 1e-8, not as 10n; what people read at a glance stays a plain number.
+            "exponentformat": "e",
+            "minexponent": 5,
         },
     )
     return figure
@@ -174,6 +181,10 @@ def _piece(title: str, figure: Figure) -> Markup:
     ).format(title, title, spec)
 
 
+def _above_zero(curve: Curve) -> Curve:
+    return replace(curve, y=[None if value is None or value <= 0.0 else value for value in curve.y])
+
+
 def _colours(curves: Sequence[Curve]) -> dict[str, str]:
     groups = dict.fromkeys(curve.group or curve.name for curve in curves)
     return {group: COLOURS[place % len(COLOURS)] for place, group in enumerate(groups)}
@@ -186,7 +197,7 @@ def _dashes(curves: Sequence[Curve]) -> list[str]:
     for curve in curves:
         group = curve.group or curve.name
         found.append(strokes[seen.get(group, 0) % len(strokes)])
-        seen[group] = seen.get(group, 0) + 1
+        seen[group] = seen.get(group, 0) + (not curve.faint)
     return found
 
 
@@ -200,6 +211,19 @@ def _add_band(figure: Figure, curve: Curve, colour: str) -> None:
         fillcolor=_faded(colour, BAND_OPACITY),
         hoverinfo="skip",
         **common,
+    )
+
+
+def _add_faint(figure: Figure, curve: Curve, colour: str) -> None:
+    figure.add_scatter(
+        x=list(curve.x),
+        y=list(curve.y),
+        name=html.escape(curve.name),
+        legendgroup=curve.group or curve.name,
+        mode="lines",
+        line={"color": colour, "width": 1},
+        opacity=DOT_OPACITY,
+        hoverinfo="skip",
     )
 
 

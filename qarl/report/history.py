@@ -67,7 +67,7 @@ def read_runs(paths: Sequence[Path]) -> list[History]:
 def short_names(folders: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as few as tell them apart."""
     for length in range(1, max(len(path.parts) for path in folders) + 1):
-        names = ["/".join(path.parts[-length:]) for path in folders]
+        names = [str(Path(*path.parts[-length:])) for path in folders]
         if len(set(names)) == len(names):
             return names
     raise AssertionError("different paths have different names")

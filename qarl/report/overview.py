@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from markupsafe import Markup
@@ -19,7 +20,12 @@ MOST_WARNINGS = 20
 
 def overview(histories: Sequence[History]) -> list[Section]:
     """How the runs went, and of several what is different in their recipes."""
-    sections = [Section("Runs", table([_row(one) for one in histories]) + _notes(histories))]
+    facts = {one.name: _facts(one) for one in histories}
+    # A column a run: on a phone, one run is seen whole.
+    rows = [
+        {"run": fact, **{name: found[fact] for name, found in facts.items()}} for fact in next(iter(facts.values()))
+    ]
+    sections = [Section("Runs", table(rows) + _notes(histories))]
     differing = differences({one.name: one.recipe.model_dump(mode="json") for one in histories})
     if len(histories) > 1:
         html = table(differing) if differing else Markup("<p>The recipes have equal values in all keys.</p>")
@@ -43,7 +49,7 @@ def differences(recipes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, obje
     return [
         {"key": key, **{name: _value(one, key) for name, one in flat.items()}}
         for key in keys
-        if any(key not in one or one[key] != next(iter(flat.values())).get(key) for one in flat.values())
+        if any(one.get(key) != next(iter(flat.values())).get(key) for one in flat.values())
     ]
 
 
@@ -53,33 +59,36 @@ def state_of(history: History) -> str:
         return "finished"
     if history.is_running:
         return "running"
-    return f"stopped: {history.reason}" if history.reason else "stopped; run.log gives no reason, as after a kill"
+    return f"stopped: {history.reason}" if history.reason else "stopped: run.log gives no reason, as after a kill"
 
 
-def _row(history: History) -> dict[str, object]:
+def _facts(history: History) -> dict[str, object]:
     recipe, steps = history.recipe, history.steps
     seconds = [row["time/step"] for row in steps if row.get("time/step") is not None]
-    row: dict[str, object] = {
-        "run": history.name,
+    return {
         "state": state_of(history),
         "steps": f"{history.done} of {recipe.steps}",
-        "reward, first → last step": _change(steps[0].get("reward/mean"), steps[-1].get("reward/mean")),
-        "held-out pass@1, before → after": _held_out(history),
+        "reward, first and last step": _change(steps[0].get("reward/mean"), steps[-1].get("reward/mean")),
+        "held-out pass@1": _held_out(history),
         "alignment measured": measured_alignment(steps),
-        "s a step": sum(seconds) / len(seconds) if seconds else None,
-        "minutes in steps": sum(seconds) / 60 if seconds else None,
+        "time a step": f"{shown(sum(seconds) / len(seconds))} s" if seconds else None,
+        "time in steps": _duration(sum(seconds)) if seconds else None,
         "model": recipe.model,
         "scheme": recipe.scheme,
+        "alignment": recipe.alignment,
         "objective": recipe.objective.type,
         "engine": recipe.engine.type,
         "seed": str(recipe.seed),
         "folder": str(history.folder.path),
     }
-    return row
 
 
 def _change(first: float | None, last: float | None) -> str:
     return f"{shown(first)} → {shown(last)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=int(seconds)))
 
 
 def _held_out(history: History) -> str | None:
@@ -123,7 +132,6 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
     return {name: leaf for inner, one in pairs for name, leaf in _flat(one, inner).items()}
 
 
-def _value(flat: Mapping[str, Any], key: str) -> object:
-    """As the recipe has it; a dash where it has no such key."""
-    value = flat.get(key)
-    return value if value is None or isinstance(value, int | float | str) else str(value)
+def _value(flat: Mapping[str, Any], key: str) -> str | None:
+    """As the recipe has it, all text: numbers beside words are read better from the left."""
+    return None if flat.get(key) is None else str(flat[key])

@@ -5,11 +5,12 @@
 
   function look() {
     const style = getComputedStyle(document.documentElement);
-    const [ink, rule, box, font] = ["--ink", "--rule", "--box"].map((name) => style.getPropertyValue(name).trim())
-      .concat(getComputedStyle(document.body).fontFamily);
+    const [ink, faint, rule, box] = ["--ink", "--faint", "--rule", "--box"].map((name) => style.getPropertyValue(name).trim());
+    const font = getComputedStyle(document.body).fontFamily;
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       "font.color": ink, "font.family": font, "font.size": 12,
+      "modebar.bgcolor": "rgba(0,0,0,0)", "modebar.color": faint, "modebar.activecolor": ink,
       "hoverlabel.bgcolor": box, "hoverlabel.bordercolor": rule, "hoverlabel.font.color": ink,
       "xaxis.gridcolor": rule, "xaxis.linecolor": rule, "yaxis.gridcolor": rule, "yaxis.linecolor": rule,
     };
@@ -20,8 +21,10 @@
     drawn.add(figure);
     const spec = JSON.parse(figure.querySelector("script").textContent);
     const plot = figure.querySelector(".plot");
-    const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
-    Plotly.newPlot(plot, spec.data, spec.layout, settings).then(() => Plotly.relayout(plot, look()));
+    const settings = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+    // On a touch screen a finger on a figure scrolls the page; a pointer selects what to zoom into.
+    const dragmode = matchMedia("(hover: hover)").matches ? "zoom" : false;
+    Plotly.newPlot(plot, spec.data, { ...spec.layout, dragmode }, settings).then(() => Plotly.relayout(plot, look()));
     addLegend(figure.querySelector(".legend"), plot, spec.data);
   }
 

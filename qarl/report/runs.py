@@ -27,8 +27,8 @@ def report(
 ) -> dict[str, Any]:
     """Write the page about these run folders to `out`; returns its path, the runs and its size in bytes.
 
-    `per_step` bounds the completions shown of a step (None: as many as keep the page small); `align_tokens` are compared
-    for the table by layer, none with 0. `say` is told what of the runs' files could not be read.
+    `per_step` bounds the completions shown of a step (None: as many as keep the page small); `align_tokens` are
+    compared for the table by layer, none with 0. `say` is told what of the runs' files could not be read.
     """
     check_writable(out)
     histories = read_runs(runs)

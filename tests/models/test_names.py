@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from qarl.errors import ConfigurationError
-from qarl.models.names import TINY_CONFIG, ModelSource, load_model, random_weights, resolve
+from qarl.models.names import TINY_CONFIG, ModelSource, load_model, random_weights, resolve, tokenizer_named
 from qarl.models.save import save_folder
 from qarl.models.tokenizer import byte_tokenizer
 
@@ -95,6 +95,22 @@ def test_a_hub_model_is_downloaded_without_its_pickles(tmp_path, monkeypatch):
     assert load_model("owner/model").config == TINY_CONFIG
     assert asked["repo_id"] == "owner/model"
     assert not [pattern for pattern in asked["patterns"] if "bin" in pattern or pattern.endswith((".pt", ".py"))]
+
+
+def test_a_tokenizer_alone_needs_no_weights(tmp_path, monkeypatch):
+    save_folder(tmp_path / "m", TINY_CONFIG, random_weights(TINY_CONFIG, seed=0), byte_tokenizer())
+    (tmp_path / "m" / "model.safetensors").unlink()
+    asked = []
+
+    def download(repo_id, allow_patterns):
+        asked.extend(allow_patterns)
+        return str(tmp_path / "m")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    vocabulary = byte_tokenizer().get_vocab()
+    for name in ("tiny", str(tmp_path / "m"), "owner/model"):
+        assert tokenizer_named(name).get_vocab() == vocabulary
+    assert asked and not [pattern for pattern in asked if "safetensors" in pattern]
 
 
 def test_an_unreachable_hub_is_one_clear_line(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from qarl.records import Completion, Group, GroupRewards, Prompt
-from qarl.tracking.completions import Completions
+from qarl.tracking.completions import Completions, read_completions, step_files
 
 
 def rollout(step: int) -> tuple[int, list[Group], list[GroupRewards]]:
@@ -54,3 +54,30 @@ def test_what_somebody_laid_beside_them_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     Completions(tmp_path, first_step=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    Completions(tmp_path, first_step=0).rollout(*rollout(4))
+    (path,) = step_files(tmp_path).values()
+    (first, second), damaged = read_completions(path)
+    assert damaged == []
+    assert [first.model_dump(), second.model_dump()] == list(map(json.loads, path.read_text("utf-8").splitlines()))
+    assert (first.token_ids, first.engine_logprobs, second.reward) == ([5, 2], [-0.5, -0.25], None)
+
+
+def test_lines_without_a_whole_completion_are_numbered(tmp_path: Path) -> None:
+    Completions(tmp_path, first_step=0).rollout(*rollout(4))
+    path = tmp_path / "step-4.jsonl"
+    whole = path.read_text(encoding="utf-8")
+    uneven = json.dumps({**json.loads(whole.splitlines()[0]), "token_ids": [5]})
+    path.write_text(f'{{}}\n{whole}[]\n{uneven}\n{{"prompt', encoding="utf-8")
+    found, damaged = read_completions(path)
+    assert (len(found), damaged) == (2, [1, 4, 5])
+
+
+def test_files_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    tracker = Completions(tmp_path, first_step=0)
+    for step in (10, 2):
+        tracker.rollout(*rollout(step))
+    (tmp_path / "step-1 copy.jsonl").write_text("mine")
+    assert list(step_files(tmp_path)) == [2, 10]

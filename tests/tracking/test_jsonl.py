@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.tracking.jsonl import MetricsFiles, json_line, read_lines
+from qarl.tracking.jsonl import MetricsFiles, json_line, read_lines, sift_lines
 
 
 def test_every_step_is_one_line_readable_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -115,3 +115,10 @@ def test_a_line_that_the_disk_refuses_is_an_error_once_and_does_not_come_later(t
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 0, "reward": 1.0}]
     MetricsFiles(tmp_path, first_step=1).step(1, {"reward": 0.5})
     assert [row["reward"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1.0, 0.5]
+
+
+def test_damaged_lines_are_numbered_and_one_cut_short_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\nnothing\n{"step": 1}\n[]\n{"st')
+    assert sift_lines(path) == ([{"step": 0}, {"step": 1}], [2, 4])
+    assert sift_lines(tmp_path / "absent.jsonl") == ([], [])
