@@ -17,7 +17,7 @@ from qarl.compare.pool import Command, Pool, train_command
 from qarl.compare.progress import Narrator
 from qarl.compare.results import Results, measure, read_results
 from qarl.compare.table import early_ends, main_rows, write_table
-from qarl.errors import RunError
+from qarl.errors import ConfigurationError, RunError
 from qarl.interrupts import Interrupted
 from qarl.ops.device import missing_for_cuda
 from qarl.report.figures import plotly_script
@@ -53,14 +53,19 @@ def compare(
     todo = [job for job in every_job if _is_due(job, retry_failed) and (job.arm, job.seed) in chosen] if runs else []
     plotly_script()  # where it is missing, that is to be known before the work
     if todo:
+        _check_nobody_runs(todo)
         with RunLock(out, "--out"), Narrator(comparison.experiment, todo, stream) as narrator:
             pool = Pool(command, processes or default_processes(comparison, threads), threads, narrator)
             try:
                 pool.run(todo)
             except Interrupted:
-                raise Interrupted(f"interrupted; what ran is saved in {out}: give the same command to go on") from None
-            finally:
                 _write(out, name, comparison, every_job)
+                raise Interrupted(f"interrupted; what ran is saved in {out}: give the same command to go on") from None
+            except OSError as error:
+                raise RunError(
+                    f"{error.filename or out}: {error.strerror or error}; runs were ended, and go on from their "
+                    "checkpoints with the same command when this is mended"
+                ) from error
     answer = _write(out, name, comparison, every_job)
     if todo and not any(job.outcome().state in ("finished", "stopped") for job in todo):
         raise RunError(f"no run finished: {todo[0].name}: {todo[0].outcome().reason}; see {todo[0].console}")
@@ -97,6 +102,12 @@ def default_processes(comparison: Comparison, threads: int) -> int:
 
 def _is_due(job: Job, retry_failed: bool) -> bool:
     return job.outcome().state in ("unfinished", *(["failed"] if retry_failed else []))
+
+
+def _check_nobody_runs(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if job.folder.is_running():
+            raise ConfigurationError(f"{job.folder.path}: another process runs it; wait for its end, or stop it")
 
 
 def _write(out: Path, name: str, comparison: Comparison, jobs: Sequence[Job]) -> dict[str, Any]:

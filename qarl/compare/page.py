@@ -95,7 +95,7 @@ def _recipes(results: Results) -> Section:
     rows = []
     for name, arm in results.arms.items():
         keys = [Markup("<div><code>{} = {}</code></div>").format(key, _toml(value)) for key, value in arm.keys.items()]
-        rows.append({"arm": arm.title, "name": name, "differs in": Markup("").join(keys) or "nothing"})
+        rows.append({"arm": _name(arm.title), "name": name, "differs in": Markup("").join(keys) or "nothing"})
     return Section("Arms", table(rows), "Keys by which an arm differs from the base recipe.")
 
 
@@ -103,7 +103,7 @@ def _runs(results: Results) -> Section:
     metric = results.settings["metric"]
     rows = [
         {
-            "run": run.name,
+            "run": _name(run.name),
             "state": early_end(run) or "finished",
             "steps": run.steps,
             metric: run.figures.get(metric),
@@ -111,14 +111,18 @@ def _runs(results: Results) -> Section:
             "seconds": run.seconds,
             "alignment": run.alignment,
         }
-        for run in results.runs
+        for run in sorted(results.runs, key=lambda run: (list(results.arms).index(run.arm), run.seed))
     ]
     return Section("Runs", table(rows))
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Markup:
     """Of figures as text, which are not to be broken into lines; names of arms may be."""
-    return table([{key: _kept(value) if key != "arm" else value for key, value in row.items()} for row in rows])
+    return table([{key: _name(value) if key == "arm" else _kept(value) for key, value in row.items()} for row in rows])
+
+
+def _name(text: str) -> Markup:
+    return Markup('<div class="name">{}</div>').format(text)
 
 
 def _kept(text: str) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from qarl.compare.jobs import Job
-from qarl.errors import ConfigurationError
 from qarl.interrupts import Interrupted, Interrupts
 
 POLL_S = 0.1
@@ -72,8 +71,6 @@ class Pool:
                 self._signal_all(signal.SIGKILL)
 
     def _start(self, job: Job) -> None:
-        if job.folder.is_running():
-            raise ConfigurationError(f"{job.folder.path}: another process is running it; wait for its end, or stop it")
         job.begin()
         with job.console.open("ab") as console:
             self._running[job] = subprocess.Popen(

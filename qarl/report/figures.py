@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLOURS = ("#3b82f6", "#e8762c", "#23a06f", "#d9466f", "#8f6be0", "#a88a1d", "#2aa5c0", "#a3694a")
 """Told apart on white and on black; more groups than these begin again with the first."""
 
-BAND_OPACITY, DOT_OPACITY = 0.18, 0.4
+BAND_OPACITY, DOT_OPACITY, FAINT_OPACITY = 0.18, 0.4, 0.55
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _add_faint(figure: Figure, curve: Curve, colour: str) -> None:
         legendgroup=curve.group or curve.name,
         mode="lines",
         line={"color": colour, "width": 1},
-        opacity=DOT_OPACITY,
+        opacity=FAINT_OPACITY,
         hoverinfo="skip",
     )
 
