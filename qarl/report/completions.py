@@ -29,8 +29,8 @@ HERE = Path(__file__).parent
 STEPS_SHOWN = 10
 """Evenly spaced, the first and the last among them."""
 
-TOKEN_BUDGET = 300_000
-"""Tokens of all runs on a page, about 12 bytes each, where nobody asks for a number of completions."""
+TOKEN_BUDGET = 200_000
+"""Tokens of all runs on a page, about 15 bytes each, where nobody asks for a number of completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def browser(histories: Sequence[History], per_step: int | None) -> Section:
     if not shown["runs"]:
         return Section("Completions", "", " ".join(notes))
     script, styles = (Markup((HERE / f"completions.{kind}").read_text(encoding="utf-8")) for kind in ("js", "css"))
-    spec = Markup(json.dumps(shown, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"))
+    spec = Markup(json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
     html = Markup(
         '<style>{}</style><div class="browser" id="browser"></div>'
         '<script type="application/json" id="completions">{}</script><script>{}</script>'

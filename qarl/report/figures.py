@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 COLOURS = ("#3b82f6", "#e8762c", "#23a06f", "#d9466f", "#8f6be0", "#a88a1d", "#2aa5c0", "#a3694a")
 """Told apart on white and on black; more groups than these begin again with the first."""
 
-BAND_OPACITY, DOT_OPACITY, FAINT_OPACITY = 0.18, 0.4, 0.55
+BAND_OPACITY, FAINT_OPACITY = 0.18, 0.55
+
+DOTS, MANY_DOTS = {"size": 4, "opacity": 0.4}, {"size": 2.5, "opacity": 0.15}
+MANY = 300
+"""More dots than these in a figure are drawn fainter, so that the lines are seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ def lines(
     figure = _figure(x_title, y_title, log)
     colours = _colours(curves)
     drawn = [_above_zero(curve) if log else curve for curve in curves if len(curve.x)]
+    num_points = sum(len(curve.x) for curve in drawn)
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
         if curve.faint:
@@ -62,7 +67,7 @@ def lines(
         if curve.low is not None and curve.high is not None:
             _add_band(figure, curve, colour)
         if smooth:
-            _add_dots(figure, curve, colour)
+            _add_dots(figure, curve, {"color": colour, **(MANY_DOTS if num_points > MANY else DOTS)})
         figure.add_scatter(
             x=list(curve.x),
             y=running_mean(curve.y, smooth) if smooth else list(curve.y),
@@ -173,7 +178,7 @@ def _figure(x_title: str, y_title: str, log: bool) -> Figure:
 
 
 def _piece(title: str, figure: Figure) -> Markup:
-    # In a script element only "</" could end it early; as an escape no "<" can.
+    # In a script element "</" would end it early; as an escape no "<" can, whatever plotly escapes by itself.
     spec = Markup(str(figure.to_json()).replace("<", "\\u003c"))
     return Markup(
         '<figure class="figure"><figcaption>{}</figcaption><div class="plot" role="img" aria-label="{}"></div>'
@@ -227,14 +232,14 @@ def _add_faint(figure: Figure, curve: Curve, colour: str) -> None:
     )
 
 
-def _add_dots(figure: Figure, curve: Curve, colour: str) -> None:
+def _add_dots(figure: Figure, curve: Curve, marker: Mapping[str, object]) -> None:
     figure.add_scatter(
         x=list(curve.x),
         y=list(curve.y),
         name=html.escape(curve.name),
         legendgroup=curve.name,
         mode="markers",
-        marker={"color": colour, "size": 4, "opacity": DOT_OPACITY},
+        marker=dict(marker),
     )
 
 
