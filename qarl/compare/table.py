@@ -138,7 +138,7 @@ def shown_arrivals(found: Arrivals) -> str:
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """Aligned, so that it is a table in a terminal too."""
     cells = [list(rows[0]), *([one.replace("|", "\\|") for one in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(row, widths) for row in cells]
     rule = "| " + " | ".join(
         ("-" * width if place == 0 else "-" * (width - 1) + ":") for place, width in enumerate(widths)
