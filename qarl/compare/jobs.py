@@ -25,6 +25,9 @@ ASKED_FILE, CONSOLE_FILE, OUTCOME_FILE = "asked.toml", "console.log", "outcome.j
 NOT_COMPARED = "checkpoint"
 """A table of the recipe that does not change what a run measures."""
 
+INTERRUPTED = (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
+"""Exit codes of a run that was asked to end, which goes on another time; by a signal itself, when it had just begun."""
+
 _STOPPED = re.compile(r"stopped after step (?P<step>\d+): (?P<why>.*)", re.S)
 _KEPT = re.compile(r"; (\S+ is the last checkpoint|no checkpoint was saved yet)$")
 
@@ -101,8 +104,8 @@ def outcome_of(code: int, said: str) -> Outcome:
     """What a process that ended with this exit code, having said this, came to."""
     if code == 0:
         return Outcome("finished")
-    if code == 130:
-        return Outcome("unfinished", "interrupted")
+    if code in INTERRUPTED:
+        return Outcome("unfinished")
     if code < 0:
         return Outcome("failed", f"ended by {signal.Signals(-code).name}")
     reason = _last_words(said)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from qarl.compare.jobs import Job
-from qarl.errors import ConfigurationError
 from qarl.interrupts import Interrupted, Interrupts
 
 POLL_S = 0.1
@@ -25,10 +24,10 @@ Command = Callable[[Job], list[str]]
 class Watcher:
     """Who is told what happens in the pool."""
 
-    def begun(self, job: Job, running: int, waiting: int) -> None:
+    def begun(self, job: Job, running: int) -> None:
         """A run's process has started."""
 
-    def ended(self, job: Job, code: int, running: int, waiting: int) -> None:
+    def ended(self, job: Job, code: int, running: int) -> None:
         """A run's process has ended with this exit code, or by the signal -`code`."""
 
     def passed(self) -> None:
@@ -72,8 +71,6 @@ class Pool:
                 self._signal_all(signal.SIGKILL)
 
     def _start(self, job: Job) -> None:
-        if job.folder.is_running():
-            raise ConfigurationError(f"{job.folder.path}: another process is running it; wait for its end, or stop it")
         job.begin()
         with job.console.open("ab") as console:
             self._running[job] = subprocess.Popen(
@@ -85,14 +82,14 @@ class Pool:
                 process_group=0,  # a terminal's ctrl-C reaches this process alone, which passes it on once
                 preexec_fn=_end_with(os.getpid()),  # there is one thread
             )
-        self._watcher.begun(job, len(self._running), len(self._waiting))
+        self._watcher.begun(job, len(self._running))
 
     def _look(self) -> None:
         for job, process in list(self._running.items()):
             code = process.poll()
             if code is not None:
                 del self._running[job]
-                self._watcher.ended(job, code, len(self._running), len(self._waiting))
+                self._watcher.ended(job, code, len(self._running))
 
     def _wait(self) -> None:
         while self._running:

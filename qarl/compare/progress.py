@@ -26,7 +26,7 @@ class Narrator(Watcher):
     def __init__(self, experiment: Experiment, jobs: Sequence[Job], stream: TextIO) -> None:
         self._experiment = experiment
         self._jobs = jobs
-        self._started = time.monotonic()
+        self._done = 0
         self._begun: dict[Job, float] = {}
         self._looked = 0.0
         self._unknown: set[str] = set()
@@ -54,15 +54,16 @@ class Narrator(Watcher):
     def say(self, text: str) -> None:
         self._terminal.print(text, markup=False)
 
-    def begun(self, job: Job, running: int, waiting: int) -> None:
+    def begun(self, job: Job, running: int) -> None:
         self._begun[job] = time.monotonic()
-        self.say(f"{job.name} begins; {self._counts(running, waiting)}")
+        self.say(f"{job.name} begins; {self._counts(running)}")
 
-    def ended(self, job: Job, code: int, running: int, waiting: int) -> None:
-        job.end(code, self._experiment.keep_checkpoints)
+    def ended(self, job: Job, code: int, running: int) -> None:
+        outcome = job.end(code, self._experiment.keep_checkpoints)
+        self._done += outcome.state != "unfinished"
         seconds = time.monotonic() - self._begun[job]
         said = headline(measure(job, self._experiment), self._experiment.metric)
-        self.say(f"{job.name} {said}; {seconds:.0f} s; {self._counts(running, waiting)}")
+        self.say(f"{job.name} {said}; {seconds:.0f} s; {self._counts(running)}")
         self._warn(job)
 
     def passed(self) -> None:
@@ -76,9 +77,8 @@ class Narrator(Watcher):
     def stopping(self, running: int) -> None:
         self.say(f"stopping: {running} running are asked to save; interrupt twice more to quit without")
 
-    def _counts(self, running: int, waiting: int) -> str:
-        done = len(self._jobs) - running - waiting
-        text = f"{done} of {len(self._jobs)} done, {running} running"
+    def _counts(self, running: int) -> str:
+        text = f"{self._done} of {len(self._jobs)} done, {running} running"
         self._bar.update(self._task, description=text)
         return text
 

@@ -100,6 +100,12 @@ class Results(Config):
             runs=list(runs),
         )
 
+    @property
+    def metrics(self) -> list[str]:
+        """Everything that is told of a run, the ranking first."""
+        settings = self.settings
+        return list(dict.fromkeys([settings["metric"], settings["target_metric"], *settings["also"]]))
+
     def runs_of(self, arm: str) -> list[RunResult]:
         """Those that count, by seed."""
         return [run for run in self.runs if run.arm == arm and run.counts]
@@ -161,7 +167,7 @@ def measure(job: Job, experiment: Experiment) -> RunResult:
             None if done is None else Arrival(steps=done, tokens=tokens[done], seconds=_short(seconds[done]))
             for done in (_arrived(steps, evaluations, experiment, target) for target in experiment.targets)
         ],
-        curves=_curves(steps, [*experiment.metrics, *ALWAYS_DRAWN]),
+        curves=_curves(steps, [*experiment.metrics, *ALWAYS_DRAWN], job.recipe.steps),
         parts=_parts(steps),
     )
 
@@ -206,8 +212,8 @@ def _arrived(steps: Sequence[Row], evaluations: Sequence[Row], experiment: Exper
     return None if found is None else found + 1
 
 
-def _curves(steps: Sequence[Row], names: Sequence[str]) -> dict[str, list[int | float | None]]:
-    width = max(1, math.ceil(len(steps) / CURVE_POINTS))
+def _curves(steps: Sequence[Row], names: Sequence[str], planned: int) -> dict[str, list[int | float | None]]:
+    width = math.ceil(planned / CURVE_POINTS)  # the same for all seeds of an arm, also those that ended early
     pieces = [steps[start : start + width] for start in range(0, len(steps), width)]
     of_steps = [name for name in dict.fromkeys(names) if not name.startswith("eval/")]
     present = [name for name in of_steps if any(name in row for row in steps)]

@@ -29,17 +29,16 @@ def main_rows(results: Results) -> list[dict[str, str]]:
     """A row for every arm, the best first; arms without a reading last."""
     settings = results.settings
     metric, baseline = settings["metric"], settings["baseline"]
-    columns = list(dict.fromkeys([metric, settings["target_metric"], *settings["also"]]))
     rows = []
     for name in ranked(results):
         runs = results.runs_of(name)
         row = {"arm": results.arms[name].title, "runs": _runs(results, name)}
-        for column in columns:
+        for column in results.metrics:
             row[column] = shown_estimate(estimate(list(results.values(name, column).values())))
             if column == metric and baseline is not None:
                 row["difference"] = _difference(results, name)
-        row["s/step"] = shown_estimate(estimate([run.seconds / run.steps for run in runs]))
-        row["tokens"] = shown_estimate(estimate([float(run.tokens) for run in runs]))
+        row["s/step"] = _shown_mean([run.seconds / run.steps for run in runs])
+        row["tokens"] = _shown_mean([float(run.tokens) for run in runs])
         rows.append(row)
     return rows
 
@@ -139,7 +138,7 @@ def shown_arrivals(found: Arrivals) -> str:
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """Aligned, so that it is a table in a terminal too."""
     cells = [list(rows[0]), *([one.replace("|", "\\|") for one in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [_line(row, widths) for row in cells]
     rule = "| " + " | ".join(
         ("-" * width if place == 0 else "-" * (width - 1) + ":") for place, width in enumerate(widths)
@@ -155,17 +154,19 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(padded) + " |"
 
 
+def _shown_mean(values: Sequence[float]) -> str:
+    return _plain(math.fsum(values) / len(values)) if values else "–"
+
+
 def _plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _runs(results: Results, name: str) -> str:
-    """`3`, or `3, 1 stopped`: how many count."""
-    runs = results.runs_of(name)
-    early = [
-        f"{count} {state}" for state in ("stopped", "failed") if (count := sum(run.state == state for run in runs))
-    ]
-    return ", ".join([str(len(runs)), *early])
+    """`3`, or `3, 1 stopped`: how many ended, and how many of them early."""
+    states = [run.state for run in results.runs if run.arm == name and run.state != "unfinished"]
+    early = [f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states]
+    return ", ".join([str(len(states)), *early])
 
 
 def _difference(results: Results, name: str) -> str:
@@ -186,9 +187,7 @@ def _old_reading(results: Results, run: RunResult) -> str:
 
 
 def _unmeasured(results: Results) -> list[str]:
-    settings = results.settings
     if not any(run.counts for run in results.runs):
         return []
     measured = {name for run in results.runs for name in run.figures}
-    wanted = dict.fromkeys([settings["metric"], settings["target_metric"], *settings["also"]])
-    return [name for name in wanted if name not in measured]
+    return [name for name in results.metrics if name not in measured]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLOURS = ("#3b82f6", "#e8762c", "#23a06f", "#d9466f", "#8f6be0", "#a88a1d", "#2aa5c0", "#a3694a")
 """Told apart on white and on black; more groups than these begin again with the first."""
 
-BAND_OPACITY = 0.18
+BAND_OPACITY, FAINT_OPACITY = 0.18, 0.55
 
 DOTS, MANY_DOTS = {"size": 4, "opacity": 0.4}, {"size": 2.5, "opacity": 0.15}
 MANY = 300
@@ -33,9 +33,9 @@ MANY = 300
 class Curve:
     """Values `y` at places `x`, all equally many; NaN and None are gaps.
 
-    `low` and `high` are drawn as a band. Curves of a `group` share its colour; without one a curve has its own. A curve
-    without points is not drawn, and keeps its place in the order of colours: so a name has one colour in all figures
-    that name the same curves.
+    `low` and `high` are drawn as a band. A `faint` curve is a thin line that comes and goes with its group. Curves of a
+    `group` share its colour; without one a curve has its own. A curve without points is not drawn, and keeps its place
+    in the order of colours: so a name has one colour in all figures that name the same curves.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Curve:
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
     group: str | None = None
+    faint: bool = False
 
 
 def lines(
@@ -60,6 +61,9 @@ def lines(
     num_points = sum(len(curve.x) for curve in drawn)
     for curve, dash in zip(drawn, _dashes(drawn), strict=True):
         colour = colours[curve.group or curve.name]
+        if curve.faint:
+            _add_faint(figure, curve, colour)
+            continue
         if curve.low is not None and curve.high is not None:
             _add_band(figure, curve, colour)
         if smooth:
@@ -198,7 +202,7 @@ def _dashes(curves: Sequence[Curve]) -> list[str]:
     for curve in curves:
         group = curve.group or curve.name
         found.append(strokes[seen.get(group, 0) % len(strokes)])
-        seen[group] = seen.get(group, 0) + 1
+        seen[group] = seen.get(group, 0) + (not curve.faint)
     return found
 
 
@@ -212,6 +216,19 @@ def _add_band(figure: Figure, curve: Curve, colour: str) -> None:
         fillcolor=_faded(colour, BAND_OPACITY),
         hoverinfo="skip",
         **common,
+    )
+
+
+def _add_faint(figure: Figure, curve: Curve, colour: str) -> None:
+    figure.add_scatter(
+        x=list(curve.x),
+        y=list(curve.y),
+        name=html.escape(curve.name),
+        legendgroup=curve.group or curve.name,
+        mode="lines",
+        line={"color": colour, "width": 1},
+        opacity=FAINT_OPACITY,
+        hoverinfo="skip",
     )
 
 

@@ -127,3 +127,11 @@ def test_without_plotly_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ConfigurationError, match=r"pip install 'qarl-llm\[report\]'"):
         plotly_script()
+
+
+def test_a_faint_curve_comes_and_goes_with_its_group_and_leaves_its_mean_the_solid_stroke():
+    single = Curve("a, seed 0", [0, 1], [1.0, 3.0], group="a", faint=True)
+    faint, mean = traces(lines("t", "x", "y", [single, Curve("a", [0, 1], [1.0, 2.0], group="a")]))
+    assert (faint["y"], faint["line"]) == ([1.0, 3.0], {"color": "#3b82f6", "width": 1})
+    assert (mean["line"]["color"], mean["line"]["dash"]) == ("#3b82f6", "solid")
+    assert faint["legendgroup"] == mean["legendgroup"] == "a"
