@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qarl.config import Config
 from qarl.sync.transport import Way
@@ -82,6 +82,11 @@ class VllmEngineConfig(Config):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's engine by their names there, for experts."
     )
+
+    @field_validator("urls")
+    @classmethod
+    def _one_spelling(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(url.rstrip("/") for url in urls)
 
     @model_validator(mode="after")
     def _a_folder_is_for_a_disk(self) -> Self:
