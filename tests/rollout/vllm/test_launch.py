@@ -217,10 +217,18 @@ def test_what_a_user_set_stands_but_for_what_changes_arithmetic(monkeypatch: pyt
 
 
 def test_one_worker_may_have_every_core_and_several_share_them_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2, 3}, raising=False)
     assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,5"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VllmEngineConfig(tensor_parallel=2))
+
+
+def test_threads_are_as_many_as_were_asked_for_and_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So Ray's actors, whose environment says `cluster.engine_cpus`, share a machine."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> None:
