@@ -32,6 +32,7 @@ from qarl.rollout.vllm.launch import (
     as_served,
     fingerprint,
     require_vllm,
+    settings,
     write_model,
 )
 from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
@@ -220,11 +221,12 @@ class VllmEngine:
             "model": fingerprint(self._model, self._vocab_size),
             "max_lora_rank": self._adapters.get("max_lora_rank", 0),
             "lora_target_modules": self._adapters.get("lora_target_modules", []),
+            **settings(self._config),
         }
         for name, value in wanted.items():
-            if found[name] != value:
+            if found.get(name) != value:
                 raise ConfigurationError(
-                    f"{service.name}: its {name} is {found[name]}, this recipe needs {value}; start it with `qarl "
+                    f"{service.name}: its {name} is {found.get(name)}, this recipe needs {value}; start it with `qarl "
                     "serve` and this recipe"
                 )
         if int(found["max_model_len"]) < self._max_model_len:

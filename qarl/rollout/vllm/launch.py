@@ -21,7 +21,7 @@ from qarl.models.lora import B, LoraConfig
 from qarl.models.save import write_folder
 from qarl.records import Lora, Snapshot
 from qarl.rollout.config import LORA_RANKS, VllmEngineConfig
-from qarl.rollout.vllm.service import EXTENSION, check_version
+from qarl.rollout.vllm.service import EXTENSION, SERVED, check_version
 from qarl.sync.adapters import adapters_checksum
 from qarl.sync.checksum import checksum, digests
 from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, quantization_config, stored
@@ -157,12 +157,21 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | decided
 
 
+def settings(config: VllmEngineConfig) -> dict[str, Any]:
+    """What of a recipe only vLLM's start reads, as JSON values: a run asks a server whether it was started with the
+    same.
+    """
+    read_at_start = {"kv_bytes", "max_concurrency", "tensor_parallel", "compiled", "options"}
+    return config.model_dump(mode="json", include=read_at_start)
+
+
 def server_environment(config: VllmEngineConfig, has_adapters: bool) -> dict[str, str]:
     """`environment` of a server that takes calls to its workers, and adapters.
 
     Both can change what is served, so let nobody else reach it.
     """
     return environment(config) | {
+        SERVED: json.dumps(settings(config)),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if has_adapters else "0",
     }

@@ -31,7 +31,7 @@ from qarl.rollout.seeds import uniforms
 from qarl.rollout.vllm import engine as engine_module
 from qarl.rollout.vllm import offline, server
 from qarl.rollout.vllm.engine import VllmEngine
-from qarl.rollout.vllm.launch import fingerprint
+from qarl.rollout.vllm.launch import fingerprint, settings
 from qarl.rollout.vllm.service import Answer, Ask, Watch
 from qarl.sync.adapters import adapters_checksum, read_peft
 from qarl.sync.checksum import digests
@@ -69,6 +69,7 @@ class Pretended:
             "world_size": workers,
             "max_lora_rank": 0,
             "lora_target_modules": [],
+            **settings(VllmEngineConfig()),
         }
         self.arguments: dict[str, Any] = {}
         self._places = places
@@ -444,6 +445,11 @@ def test_a_load_that_fails_tells_its_own_reason_and_leaves_no_version_behind(sta
         ("logprobs_mode", "raw_logprobs", "processed_logprobs"),
         ("rounds_activations_of_int4", True, "False"),
         ("model", "another", "[0-9a-f]{64}"),
+        ("kv_bytes", 4096, "1073741824"),
+        ("max_concurrency", 7, "256"),
+        ("tensor_parallel", 2, "1"),
+        ("compiled", True, "False"),
+        ("options", {"seed": 3}, "{}"),
     ],
 )
 def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name: str, found: Any, needed: str) -> None:
@@ -452,6 +458,13 @@ def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name
         ConfigurationError,
         match=rf"vLLM: its {name} is {found}, this recipe needs {needed}; start it with `qarl serve`",
     ):
+        stage.engine(url="http://node1:8000")
+
+
+def test_a_server_that_was_not_started_by_a_recipe_is_refused(stage: Stage) -> None:
+    for name in settings(VllmEngineConfig()):
+        del stage.service.description[name]
+    with pytest.raises(ConfigurationError, match=r"vLLM: its \w+ is None, this recipe needs .*`qarl serve`"):
         stage.engine(url="http://node1:8000")
 
 
