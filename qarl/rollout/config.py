@@ -79,6 +79,9 @@ class VllmEngineConfig(Config):
     timeout_s: float = Field(
         300.0, gt=0.0, description="The longest that vLLM may be silent: without a token, or an answer to a call."
     )
+    start_timeout_s: float = Field(
+        1800.0, gt=0.0, description="The longest that vLLM on this machine may take to start; says nothing with `urls`."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's engine by their names there, for experts."
     )
@@ -96,6 +99,11 @@ class VllmEngineConfig(Config):
             )
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls names a server twice; every server is named once")
+        if self.urls and self.start_timeout_s != VllmEngineConfig.model_fields["start_timeout_s"].default:
+            raise ValueError(
+                f"start_timeout_s = {self.start_timeout_s:g} says nothing with urls, whose servers are not started by "
+                "the run; leave one of the two out"
+            )
         return self
 
 

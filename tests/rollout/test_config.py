@@ -50,6 +50,8 @@ def test_so_is_a_vllm_that_cannot_be_started(wrong):
         ({"transport": "ucx"}, "Input should be 'memory', 'disk', 'gloo' or 'nccl'"),
         ({"timeout_s": 0.0}, "greater than 0"),
         ({"urls": ("http://a:1", "http://b:1", "http://a:1")}, "urls names a server twice"),
+        ({"start_timeout_s": 0.0}, "greater than 0"),
+        ({"urls": ("http://a:1",), "start_timeout_s": 9.0}, "start_timeout_s = 9 says nothing with urls"),
         ({"urls": ("http://a:1", "http://a:1/")}, "urls names a server twice"),
     ],
 )
