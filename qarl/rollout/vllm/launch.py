@@ -19,6 +19,7 @@ from qarl.models.config import ModelConfig
 from qarl.models.decoder import HEAD, Decoder
 from qarl.models.lora import B, LoraConfig
 from qarl.models.save import write_folder
+from qarl.quant import round_to_type
 from qarl.records import Lora, Snapshot
 from qarl.rollout.config import LORA_RANKS, VllmEngineConfig
 from qarl.rollout.vllm.service import EXTENSION, SERVED, check_version
@@ -55,7 +56,7 @@ def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapsh
             tensors[name] = tensor
             continue
         rows = vocab_size if module in (HEAD, "model.embed_tokens") else len(tensor)
-        tensors[name] = tensor.detach()[:rows].to(dtype)
+        tensors[name] = round_to_type(tensor.detach()[:rows], dtype)
     return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
 
 
@@ -67,7 +68,7 @@ def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
     lora = snapshot.lora
     assert lora is not None
     tensors = {
-        name: (tensor * lora.scale if name.endswith(B) else tensor).to(dtype)
+        name: round_to_type(tensor * lora.scale if name.endswith(B) else tensor, dtype)
         for name, tensor in snapshot.tensors.items()
     }
     unit = Lora(lora.base, lora.rank, float(lora.rank))
