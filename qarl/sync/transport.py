@@ -44,8 +44,11 @@ Way = Literal["memory", "disk", "gloo", "nccl"]
 class Transport(Protocol):
     """The sending side."""
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Make this version available; returns the message by which it is received."""
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Make this version, whose tensors have these digests, available.
+
+        Returns the message by which it is received, with the `bytes` of what is sent.
+        """
         ...
 
     def withdraw(self) -> None:
@@ -83,25 +86,25 @@ class FolderTransport:
         self._offered: Path | None = None
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
         self.withdraw()
         self._offered = self._home / f"version-{snapshot.version}"
         try:
-            self._write(snapshot, self._offered)
+            size = self._write(snapshot, digests, self._offered)
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self._home).free
             raise RunError(
                 f"weights of version {snapshot.version} could not be put into {self._home}, where {free} bytes are "
                 f"free: {error}; make room, or set engine.transport = 'disk' and engine.folder"
             ) from error
-        return {"way": "folder", "folder": str(self._offered)}
+        return {"way": "folder", "folder": str(self._offered), "bytes": size}
 
-    def _write(self, snapshot: Snapshot, folder: Path) -> None:
+    def _write(self, snapshot: Snapshot, digests: Mapping[str, str], folder: Path) -> int:
         lora = snapshot.lora
         if lora is None:
-            write_snapshot(snapshot, folder)
-        else:
-            write_peft(folder, snapshot.tensors, lora.rank, lora.alpha, lora.base.checksum)
+            return write_snapshot(snapshot, folder, digests)
+        write_peft(folder, snapshot.tensors, lora.rank, lora.alpha, lora.base.checksum)
+        return sum(tensor.nbytes for tensor in snapshot.tensors.values())
 
     def withdraw(self) -> None:
         if self._offered is not None:
@@ -144,7 +147,7 @@ class BroadcastTransport:
         self._sending: Thread | None = None
         self._failure: list[BaseException] = []
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
         assert snapshot.lora is None, "adapters go through a folder"
         self.withdraw()
         tensors = {
@@ -152,6 +155,7 @@ class BroadcastTransport:
         }
         message = {
             "way": "broadcast",
+            "bytes": sum(tensor.nbytes for tensor in tensors.values()),
             "backend": self._backend,
             "host": self._host,
             "port": self._store.port,

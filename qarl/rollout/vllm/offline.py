@@ -189,9 +189,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
         yield
     except Exception as error:
         if is_late.is_set():
-            raise RunError(
-                f"vLLM did not start within {seconds:g} s (engine.start_timeout_s); it was ended"
-            ) from error
+            raise RunError(f"vLLM did not start within {seconds:g} s (engine.start_timeout_s); it was ended") from error
         raise
     finally:
         is_over.set()

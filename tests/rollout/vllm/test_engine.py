@@ -9,9 +9,11 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,8 @@ from qarl.rollout.vllm import offline, server
 from qarl.rollout.vllm.engine import VllmEngine
 from qarl.rollout.vllm.launch import fingerprint, settings
 from qarl.rollout.vllm.service import Answer, Ask, Watch
+from qarl.sync import checksum as checksum_module
+from qarl.sync import compressed_tensors
 from qarl.sync.adapters import adapters_checksum, read_peft
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import FORMATS, stored
@@ -503,6 +507,43 @@ def test_weights_that_somebody_else_loaded_meanwhile_end_the_run(stage: Stage) -
     stage.service.last_load = "of another run"
     with pytest.raises(RunError, match="somebody else has loaded weights there since version 0"):
         engine.generate(stage.small.prompts(*LENGTHS), 2, stage.small.sampling, SEED)
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_what_stays_as_it_is_is_digested_and_packed_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """On the learner's side: when it arrives; what is rounded for vLLM once more."""
+    digested, packed, of_service = Counter(), Counter(), Event()
+    digest, pack, call = checksum_module._digest, compressed_tensors.pack_int4, stage.service.call
+
+    def counted_digest(name: str, tensor: Tensor) -> str:
+        digested[name] += not of_service.is_set()
+        return digest(name, tensor)
+
+    def counted_pack(codes: Tensor) -> Tensor:
+        packed[tuple(codes.shape)] += 1
+        return pack(codes)
+
+    def called(method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        of_service.set()
+        found = call(method, message)
+        of_service.clear()
+        return found
+
+    stage.service.serves_floats = False
+    engine = stage.engine(stage.snapshot("w4a16"), transport=way, dtype="bfloat16")
+    snapshot = stage.snapshot("w4a16", version=1)
+    monkeypatch.setattr(checksum_module, "_digest", counted_digest)
+    monkeypatch.setattr(compressed_tensors, "pack_int4", counted_pack)
+    monkeypatch.setattr(stage.service, "call", called)
+    engine.load(snapshot)
+    assert {name: digested[name] for name in (QUERY, f"{QUERY}_scale", NORM)} == {
+        QUERY: 1,
+        f"{QUERY}_scale": 1,
+        NORM: 2,
+    }
+    assert packed.total() == len(snapshot.schemes)
 
 
 def test_its_readings_are_of_the_last_load_and_the_last_rollout(stage: Stage) -> None:
