@@ -1,4 +1,4 @@
-"""What vLLM's processes say on standard error while they start, so that the first cause of a failure can be told last."""
+"""What vLLM's processes say on standard error while they start: so the first cause of a failure can be told last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR = re.compile(r"^(?:\(.*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.M
 
 
 class Overheard:
-    """Inside the block, keeps what this process and those started there write to standard error; it still arrives there.
+    """Inside the block, keeps what this process and those started there write to standard error; it arrives there too.
 
     Processes that outlive the block go on to be passed on, and no longer kept.
     """
