@@ -169,6 +169,33 @@ def test_a_run_goes_on_with_another_number_of_engines(tmp_path: Path) -> None:
     assert moved == stayed
 
 
+def test_actors_that_are_told_to_stop_hand_back_what_they_have() -> None:
+    whole = rollout(serving(*LONG))
+    system = serving(*LONG, "--cluster.engines=2")
+    plan, begun = system.plan, threading.Event()
+    asked: list[tuple[int, int]] = []
+
+    def stop(finished: int, total: int) -> bool:
+        asked.append((finished, total))
+        return begun.is_set()
+
+    during(system.cast.engine, begun.set)
+    prompts = system.cast.prompts.take(0, plan.prompts_per_step)
+    part = system.cast.engine.generate([*prompts, prompts[0]], plan.group_size, plan.sampling, SEED, stop)
+    pairs = [
+        (one, other)
+        for group, other_group in zip(part, whole, strict=True)
+        for one, other in zip(group.completions, other_group.completions, strict=True)
+    ]
+    for one, other in pairs:
+        assert torch.equal(one.token_ids, other.token_ids[: len(one)])
+        assert one.finish_reason in ("aborted", other.finish_reason)
+    assert sum(one.finish_reason == "aborted" for one, _ in pairs) > len(pairs) // 2
+    assert {total for _, total in asked} == {len(pairs)}
+    during(system.cast.engine, lambda: None)
+    assert_same(rollout(system), whole)
+
+
 def test_weights_are_put_once_for_all_engines() -> None:
     system = serving("--cluster.engines=2")
     shelf: Shelf = system.cast.engine._make.shelf
@@ -204,7 +231,7 @@ def refuse(progress: Any) -> Any:
 
 def test_what_nobody_foresees_shows_where_it_happened() -> None:
     with pytest.raises(ZeroDivisionError, match=r"(?s)in refuse.*no engine today"):
-        Fleet(Actors(ClusterConfig(engines=1), refuse, None), 1)
+        Fleet(Actors(ClusterConfig(engines=1), refuse, None), 1, 60.0)
 
 
 def nothing(progress: Any) -> Any:
@@ -221,7 +248,7 @@ def test_an_engine_that_would_compute_other_bits_is_refused_by_what_differs() ->
     assert torch.get_num_threads() == 1
     expected = r"^engine 0 \(process \d+ on .*\) would not give .*: vector width: 8 floats here, 16 floats there; run"
     with pytest.raises(ConfigurationError, match=expected):
-        Fleet(Actors(ClusterConfig(engines=1, engine_cpus=2), nothing, threads_matter), 1)
+        Fleet(Actors(ClusterConfig(engines=1, engine_cpus=2), nothing, threads_matter), 1, 60.0)
 
 
 def threads_over_there(progress: Any) -> Any:
@@ -233,7 +260,7 @@ def test_an_engine_has_the_threads_that_the_recipe_says(cpus: int) -> None:
     if cpus > (os.cpu_count() or 1):
         pytest.skip("needs 2 cores")
     with pytest.raises(RunError, match=f"{cpus} threads"):
-        Fleet(Actors(ClusterConfig(engines=1, engine_cpus=cpus), threads_over_there, None), 1)
+        Fleet(Actors(ClusterConfig(engines=1, engine_cpus=cpus), threads_over_there, None), 1, 60.0)
 
 
 @pytest.mark.parametrize("asked", ["--cluster.engine_cpus=1000", "--cluster.engine_gpus=1000.0"])

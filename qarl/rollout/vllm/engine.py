@@ -23,8 +23,9 @@ from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.lora import LoraConfig
 from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.config import VllmEngineConfig
-from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
+from qarl.rollout.request import Progress, Request, check_limit, requests_of, unstarted
 from qarl.rollout.seeds import stream_key
 from qarl.rollout.vllm.launch import (
     adapter_arguments,

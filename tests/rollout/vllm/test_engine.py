@@ -26,9 +26,10 @@ from qarl.models.config import ModelConfig
 from qarl.models.lora import LoraConfig
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
 from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.config import NativeEngineConfig, VllmEngineConfig
 from qarl.rollout.native import NativeEngine
-from qarl.rollout.request import Progress, Stop
+from qarl.rollout.request import Progress
 from qarl.rollout.seeds import uniforms
 from qarl.rollout.vllm import engine as engine_module
 from qarl.rollout.vllm import offline, server
