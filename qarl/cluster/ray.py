@@ -97,7 +97,7 @@ class Shelf:
         self._packer = ThreadPoolExecutor(1)
         self._snapshot: Snapshot | None = None
         self._reference: Any = None
-        self._base: tuple[Snapshot, Any] | None = None
+        self._base: tuple[str, Any] | None = None
         self.num_bytes = 0
 
     def put(self, snapshot: Snapshot) -> Any:
@@ -106,13 +106,16 @@ class Shelf:
 
     def put_base(self, base: Snapshot) -> Any:
         """The same of the base of adapters, which stays."""
-        if self._base is None or self._base[0].checksum != base.checksum:
-            self._base = base, _ray().put(self._packer.submit(pack, base).result())
+        return self._packer.submit(self._put_base, base).result()
+
+    def _put_base(self, base: Snapshot) -> Any:
+        if self._base is None or self._base[0] != base.checksum:
+            self._base = base.checksum, _ray().put(pack(base))
         return self._base[1]
 
     def _put(self, snapshot: Snapshot) -> Any:
         if self._snapshot is not snapshot:
-            self._reference = None
+            self._snapshot = self._reference = None  # so that there is room; where the next one fails there is none
             parcel = pack(snapshot)
             self._reference = _ray().put(parcel)
             self._snapshot, self.num_bytes = snapshot, parcel.num_bytes
