@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol
@@ -144,6 +143,7 @@ class BroadcastTransport:
         self._store = TCPStore(
             self._host, 0, self._size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
+        self._group: Any = None
         self._sending: Thread | None = None
         self._failure: list[BaseException] = []
 
@@ -184,9 +184,9 @@ class BroadcastTransport:
     def _send(self, message: Mapping[str, Any], tensors: list[Tensor]) -> None:
         try:
             with torch.no_grad():
-                group = _group(_meeting(message), self._store, 0)
+                self._group = self._group or _group(_meeting(message), self._store, 0)
                 for tensor in tensors:
-                    _broadcast(group, message["backend"], tensor)
+                    _broadcast(self._group, message["backend"], tensor)
         except BaseException as error:  # told by `withdraw`, in the thread that waits
             self._failure.append(error)
 
@@ -216,14 +216,21 @@ def _broadcast(group: Any, backend: str, tensor: Tensor) -> Tensor:
     return tensor.copy_(place) if place is not tensor else tensor
 
 
-@cache
+_joined: dict[int, tuple[_Meeting, Any]] = {}
+"""The group that each receiver of this process is in. A sender may be gone without a word: the next one's group takes
+the place of the last one's, so that a server of many runs holds no more than one.
+"""
+
+
 def _group_of_receiver(meeting: _Meeting, rank: int) -> Any:
-    _, host, port, size, timeout_s = meeting
-    store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return _group(meeting, store, rank)
+    if rank not in _joined or _joined[rank][0] != meeting:
+        _joined.pop(rank, None)
+        _, host, port, size, timeout_s = meeting
+        store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        _joined[rank] = meeting, _group(meeting, store, rank)
+    return _joined[rank][1]
 
 
-@cache
 def _group(meeting: _Meeting, store: Store, rank: int) -> Any:
     """A process group of its own, beside those that vLLM or the learner's ranks have."""
     backend, _, _, size, timeout_s = meeting

@@ -186,6 +186,25 @@ def test_a_broadcast_reaches_another_process(another_process: ProcessPoolExecuto
         sender.withdraw()
 
 
+def test_a_server_holds_the_group_of_the_run_that_it_serves_and_of_none_before(
+    another_process: ProcessPoolExecutor,
+) -> None:
+    another_process.submit(os.getpid).result(60)
+    before = 0
+    for version in range(4):
+        sender = BroadcastTransport("gloo", 1, 60.0)
+        message = offered(sender, snapshot("none", version))
+        assert another_process.submit(checksum_received, message, 0).result(60) == message["checksum"]
+        sender.withdraw()
+        files = another_process.submit(open_files).result(60)
+        assert before in (0, files)
+        before = files
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_a_receiver_that_never_comes_ends_the_run_in_time() -> None:
     sender = BroadcastTransport("gloo", 2, 1.0)
     offered(sender, snapshot())
