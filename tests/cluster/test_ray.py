@@ -317,6 +317,14 @@ def test_more_than_there_is_is_refused_before_anything_starts(asked: str) -> Non
         build(recipe_of("--cluster.engines=2", asked))
 
 
+def is_gone(process: int) -> bool:
+    """At once, or as soon as the system and Ray get to it on a busy machine."""
+    until = time.monotonic() + 20
+    while process in processes() and time.monotonic() < until:
+        time.sleep(0.1)
+    return process not in processes()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_engine_is_replaced_and_its_prompts_are_asked_again(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
@@ -327,7 +335,7 @@ def test_a_killed_engine_is_replaced_and_its_prompts_are_asked_again(
     lost = process_of(fleet, 1)
     during(fleet, partial(os.kill, lost, number))
     assert_same(rollout(system), expected)
-    assert process_of(fleet, 1) != lost and lost not in processes()
+    assert process_of(fleet, 1) != lost and is_gone(lost)
     assert fleet.metrics()["engine/restarts"].value() == 1
     warnings = [one.getMessage() for one in caplog.records if one.name == "qarl" and "replaced" in one.getMessage()]
     assert len(warnings) == 1 and f"engine 1: process {lost} on" in warnings[0]
