@@ -33,7 +33,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test-vllm: $(VLLM_VENV)/.test
+test-vllm: $(VLLM_VENV)/.vllm
 	$(VLLM_VENV)/bin/python -m pytest -m vllm
 
 clean:
@@ -67,7 +67,7 @@ $(VENV)/.test-gpu: $(VENV)/.test
 
 # vLLM has pins of its own, which go before ours. What it installs beside for images and sound is not used here, and where it
 # was built for another torch it cannot be imported.
-$(VLLM_VENV)/.test: $(SOURCES)
+$(VLLM_VENV)/.vllm: $(SOURCES)
 	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.demo
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(VLLM) --editable '.[demo,data,report,dev]'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

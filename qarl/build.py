@@ -159,7 +159,8 @@ def engine_of(recipe: Recipe, make_engine: Callable[..., Engine], progress: Prog
     """The recipe's engine: one in this process, or several elsewhere; without weights they serve nothing yet."""
     config = recipe.engine
     if isinstance(config, VllmEngineConfig) and len(config.urls) > 1:
-        return Fleet(lambda index, tell: make_engine(tell, config.urls[index]), len(config.urls), 0, progress)
+        servers = config.urls
+        return Fleet(lambda index, tell: make_engine(tell, servers[index]), len(servers), config.timeout_s, 0, progress)
     if recipe.cluster.engines == 0:
         return make_engine(progress)
     if isinstance(config, NativeEngineConfig) and kernels().device.type != "cpu":
@@ -173,7 +174,8 @@ def engine_of(recipe: Recipe, make_engine: Callable[..., Engine], progress: Prog
     if recipe.alignment == "auto" and isinstance(config, NativeEngineConfig):
         must_agree = partial(identity, config, recipe.scheme)
     actors = Actors(recipe.cluster, make_engine, must_agree)
-    return Fleet(actors, recipe.cluster.engines, recipe.cluster.restarts, progress)
+    cluster = recipe.cluster
+    return Fleet(actors, cluster.engines, cluster.timeout_s, cluster.restarts, progress)
 
 
 def make_engine_of(

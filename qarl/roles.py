@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,14 +29,28 @@ class PromptSource(Protocol):
         ...
 
 
+Stop = Callable[[int, int], bool]
+"""Asked with (finished, total) completions again and again, after every step where an engine takes them one by one,
+whether to abort the others.
+"""
+
+
 class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
-        """`group_size` completions of every prompt, in the prompts' order; a function of the seed alone."""
+        """`group_size` completions of every prompt, in the prompts' order; a function of the seed alone.
+
+        Once `stop` says so, whatever is not finished is handed back as it is: "aborted", perhaps without a token.
+        """
         ...
 
     def load(self, snapshot: Snapshot) -> None:

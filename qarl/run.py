@@ -57,6 +57,7 @@ FREE_TO_CHANGE = (
     "engine.transport",
     "engine.folder",
     "engine.timeout_s",
+    "engine.start_timeout_s",
 )
 """Keys that may differ when a run is resumed: they do not change what the steps before computed. So may `steps`, under
 a constant learning rate; other schedules stretch over them."""

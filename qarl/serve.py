@@ -24,6 +24,7 @@ from qarl.rollout.vllm.launch import (
     server_environment,
     write_model,
 )
+from qarl.sync.checksum import digests
 from qarl.sync.snapshot import take_snapshot
 from qarl.trained import model_named
 
@@ -55,7 +56,8 @@ def _write(recipe: Recipe, config: VllmEngineConfig, model: LoadedModel, decoder
     schemes = scheme_plan(model, recipe.scheme, recipe.quant, config)
     decoder.assign(model.tensors, requires_grad=False)
     snapshot = take_snapshot(decoder, schemes.quantized, 0)
-    served = as_served(snapshot, model.sampleable, getattr(torch, config.dtype))
+    published = digests(snapshot.tensors)
+    served, _ = as_served(snapshot, model.sampleable, getattr(torch, config.dtype), published)
     whole = repr((served.checksum, served.schemes, model.config, config.head_dtype))
     folder = CACHE.expanduser() / hashlib.sha256(whole.encode()).hexdigest()[:32]
     if not folder.exists():

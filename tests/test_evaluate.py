@@ -11,6 +11,7 @@ import torch
 from qarl.evaluate import EvalSet, correct_answers, evaluate, interval, pass_at_k, wilson
 from qarl.metrics import Metrics, values
 from qarl.records import Completion, Group, GroupRewards, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 
 PROMPTS = [Prompt(f"q/{index}", (1,), "", {}) for index in range(2)]
 
@@ -21,7 +22,12 @@ class FakeEngine:
     asked: list[tuple[int, float, tuple[int, ...]]] = field(default_factory=list)
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
         self.asked.append((group_size, sampling.temperature, seed))
         one = Completion(torch.tensor([5, 6]), torch.tensor([-1.0, -1.0]), torch.tensor([0, 0]), "length", "")

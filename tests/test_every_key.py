@@ -281,6 +281,10 @@ UNSEEN: dict[str, tuple[str, str]] = {
         "needs a server that is silent",
         "tests/rollout/vllm/test_engine.py::test_a_url_is_where_vllm_is_and_how_long_it_may_be_silent",
     ),
+    "engine.vllm.start_timeout_s": (
+        "needs a vLLM that does not start",
+        "tests/rollout/vllm/test_offline.py::test_a_start_that_takes_too_long_is_ended",
+    ),
     "learner.activation_checkpointing": (
         "saves memory and changes no bit",
         "tests/learner/test_learner.py::test_what_saves_memory_computes_the_same",

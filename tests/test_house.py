@@ -79,6 +79,8 @@ MAY_IMPORT = {
 MAY_ROUND = {"quant", "ops"}
 ROUNDING = {"round", "round_", "rint", "bankers_round"}
 
+NARROWER = {"bfloat16", "half"}
+
 LONGEST_FUNCTION = 80
 
 NOTHING_RUNS_IN = {"roles.py"}
@@ -196,6 +198,23 @@ def test_nobody_else_rounds(file: Path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ROUNDING
     ]
     assert calls == [], "tensors are rounded in quant/ and ops/ only"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(name_of(file)) not in MAY_ROUND], ids=shown)
+def test_nobody_else_rounds_to_a_narrower_type(file: Path):
+    """`x.to(dtype)`, `x.to(torch.bfloat16)`, `x.half()`: by the names that such types have."""
+    calls = [
+        f"{shown(file)}:{node.lineno}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in NARROWER or (node.func.attr == "to" and any(map(is_narrow, node.args)))
+    ]
+    assert calls == [], "`quant.round_to_type` is how tensors get a narrower type"
+
+
+def is_narrow(argument: ast.expr) -> bool:
+    named = argument.id if isinstance(argument, ast.Name) else getattr(argument, "attr", "")
+    return named in {"dtype", "bfloat16", "float16"} and ast.unparse(argument) in {"dtype", f"torch.{named}"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=shown)

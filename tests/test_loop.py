@@ -15,6 +15,7 @@ from qarl.interrupts import Interrupted, Interrupts
 from qarl.loop import Batch, Cast, Plan, Stopwatch, train
 from qarl.metrics import Last, Mean, Metrics
 from qarl.records import Advantages, Completion, Group, GroupRewards, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 
 PLAN = Plan(seed=7, steps=3, prompts_per_step=2, group_size=2, sampling=Sampling(max_new_tokens=4))
 
@@ -45,7 +46,12 @@ class FakeEngine:
     signal_during_generate: int | None = None
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
         self.log.calls.append(f"generate v{self.version} seed {seed}")
         if self.signal_during_generate is not None:

@@ -265,6 +265,8 @@ def test_a_run_goes_on_with_other_servers_of_vllm_but_not_with_another_type(tmp_
     )
     start = open_run(recipe_of("--steps=2", vllm, *elsewhere), "test", folder, "auto")
     assert set(start.changed) == {"steps", *(f"engine.{key}" for key in ("urls", "transport", "folder", "timeout_s"))}
+    here = open_run(recipe_of("--steps=2", vllm, "--engine.start_timeout_s=9.0"), "test", folder, "auto")
+    assert set(here.changed) == {"steps", "engine.urls", "engine.start_timeout_s"}
     with pytest.raises(ConfigurationError, match=r"other values of engine\.dtype;"):
         open_run(recipe_of("--steps=2", vllm, "--engine.dtype=float16"), "test", folder, "auto")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -19,6 +20,7 @@ from qarl.errors import ConfigurationError
 from qarl.models.names import load_model
 from qarl.recipe import Recipe, load_recipe
 from qarl.rollout.vllm import launch
+from qarl.rollout.vllm.service import SERVED
 from qarl.serve import serve
 from qarl.trained import model_named
 
@@ -88,6 +90,7 @@ def test_this_process_becomes_a_server_of_the_recipes_model(
     assert (environment["MINE"], environment["VLLM_SERVER_DEV_MODE"]) == ("kept", "1")
     assert "--no-enable-lora" in command and environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert environment["VLLM_CPU_INT4_W4A8"] == "0"
+    assert json.loads(environment[SERVED])["max_concurrency"] == 7
     folder = Path(values["--model"])
     assert said == f"serving {folder} on http://0.0.0.0:8001"
 

@@ -140,6 +140,10 @@ class Crew:
         """Whether the leader no longer wants what it ordered last."""
         return bool(self._store.check([f"off/{self._order}"]))
 
+    def give_up(self) -> None:
+        """Tell the followers that the rest of what was ordered last is not wanted: they answer with what they have."""
+        self._store.set(f"off/{self._order}", "")
+
     def dismiss(self) -> None:
         """Tell the followers that it is over, if they listen."""
         if self._broken is None and not self._is_busy:
@@ -177,7 +181,7 @@ class Crew:
     def _call_off(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Get the ranks in step again after the leader's part ended early."""
         try:
-            self._store.set(f"off/{self._order}", "")
+            self.give_up()
             self._once("send", lambda: self._broadcast((self._order, name, arguments)))
             self._once("collect", lambda: self._collect(None))
             self._is_busy = False

@@ -18,9 +18,9 @@ from qarl.cluster.ranks import CrewRanks
 from qarl.learner.learner import LocalLearner
 from qarl.metrics import Metrics, Sum, merge
 from qarl.records import Advantages, Completion, Group, Prompt, Sampling, Snapshot
-from qarl.roles import Engine
+from qarl.roles import Engine, Stop
 from qarl.rollout.native import NativeEngine
-from qarl.rollout.request import Stop, unstarted
+from qarl.rollout.request import unstarted
 
 
 class LeadersEngine:
@@ -35,10 +35,15 @@ class LeadersEngine:
         return self._engine.version
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
         """As the engine's."""
-        return self._engine.generate(prompts, group_size, sampling, seed)
+        return self._engine.generate(prompts, group_size, sampling, seed, stop)
 
     def load(self, snapshot: Snapshot) -> None:
         """Serve what every rank's learner published, once it is sure to be the same; an engine of its own too."""
@@ -58,17 +63,37 @@ class LeadingEngine(LeadersEngine):
         self._metrics: Metrics = {}
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
-        """As `NativeEngine.generate`."""
+        """As `NativeEngine.generate`. `stop` is asked with what this rank has finished, as long as it has work: what
+        others have done is known when all of them answer.
+        """
         # Of a prompt's row only rewards, which are the leader's, know what it is.
         bare = [replace(prompt, text="", row={}) for prompt in prompts]
         groups = unstarted(bare, group_size)
         with self._crew.order("generate", groups, sampling, seed) as answers:
-            own = share_of(self._crew, self._own, groups, sampling, seed)
+            own = share_of(self._crew, self._own, groups, sampling, seed, stop and self._for_all(stop, groups))
         self._metrics = merge(metrics for _, metrics in [own, *answers])
         completions = iter([completion for made, _ in [own, *answers] for completion in made])
         return [Group(prompt, tuple(next(completions) for _ in range(group_size))) for prompt in prompts]
+
+    def _for_all(self, stop: Stop, groups: Sequence[Group]) -> Stop:
+        """What the leader's engine asks, of its share of these groups, to stop all ranks."""
+        own = len(_places(groups, self._crew.rank, self._crew.count))
+        whole = sum(len(group.completions) for group in groups)
+
+        def is_enough(finished: int, total: int) -> bool:
+            found = stop(own - (total - finished), whole)  # in a share, completions of other ranks count as finished
+            if found:
+                self._crew.give_up()
+            return found
+
+        return is_enough
 
     def metrics(self) -> Metrics:
         return self._metrics

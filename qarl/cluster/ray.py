@@ -23,11 +23,14 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Last, Metrics
 from qarl.process import prepare
 from qarl.records import Completion, FinishReason, Group, Prompt, Sampling, Snapshot
-from qarl.roles import Engine
+from qarl.roles import Engine, Stop
 from qarl.rollout.fleet import EngineLost
 from qarl.rollout.probe import differences
 from qarl.rollout.request import Progress
 from qarl.sync.arrays import Parcel, pack, unpack
+
+SIGNS = "signs"
+"""The calls of an actor that are answered beside its work."""
 
 POLL_SECONDS = 0.2
 """How often an engine at work is asked for a sign of life; its answer itself is not waited for in such steps."""
@@ -80,7 +83,7 @@ class Actors:
             num_cpus=config.engine_cpus if config.ray_address else 0,
             num_gpus=config.engine_gpus,
             max_restarts=0,
-            concurrency_groups={"signs": 1},
+            concurrency_groups={SIGNS: 1},
             runtime_env={"env_vars": environment},
         )
         return remote(EngineActor).remote()
@@ -94,7 +97,7 @@ class Shelf:
         self._packer = ThreadPoolExecutor(1)
         self._snapshot: Snapshot | None = None
         self._reference: Any = None
-        self._base: tuple[Snapshot, Any] | None = None
+        self._base: tuple[str, Any] | None = None
         self.num_bytes = 0
 
     def put(self, snapshot: Snapshot) -> Any:
@@ -103,13 +106,16 @@ class Shelf:
 
     def put_base(self, base: Snapshot) -> Any:
         """The same of the base of adapters, which stays."""
-        if self._base is None or self._base[0].checksum != base.checksum:
-            self._base = base, _ray().put(self._packer.submit(pack, base).result())
+        return self._packer.submit(self._put_base, base).result()
+
+    def _put_base(self, base: Snapshot) -> Any:
+        if self._base is None or self._base[0] != base.checksum:
+            self._base = base.checksum, _ray().put(pack(base))
         return self._base[1]
 
     def _put(self, snapshot: Snapshot) -> Any:
         if self._snapshot is not snapshot:
-            self._reference = None
+            self._snapshot = self._reference = None  # so that there is room; where the next one fails there is none
             parcel = pack(snapshot)
             self._reference = _ray().put(parcel)
             self._snapshot, self.num_bytes = snapshot, parcel.num_bytes
@@ -131,6 +137,7 @@ class EngineActor:
     def __init__(self) -> None:
         prepare()
         self._signs = (0, 0)
+        self._given_up = 0
         self._engine: Engine | None = None
         self._base: Snapshot | None = None
 
@@ -141,6 +148,10 @@ class EngineActor:
     def signs(self) -> tuple[int, int]:
         """How often the engine told of its progress so far, and the completions finished when it last did."""
         return self._signs
+
+    def stop(self, rollout: int) -> None:
+        """Hand back what there is of the rollout with this number; beside it, as `signs`."""
+        self._given_up = rollout
 
     def load(self, parcel: Parcel) -> int:
         """The version then served."""
@@ -153,11 +164,12 @@ class EngineActor:
         self._base = unpack(parcel)
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self, rollout: int, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
     ) -> tuple[list[list[PlainCompletion]], Metrics]:
+        """The rollout with this number; a later one has a higher."""
         engine = self._started()
         self._tell(0, 0)
-        groups = engine.generate(prompts, group_size, sampling, seed)
+        groups = engine.generate(prompts, group_size, sampling, seed, lambda *_: self._given_up == rollout)
         return [[_plain(completion) for completion in group.completions] for group in groups], engine.metrics()
 
     def _tell(self, finished: int, total: int) -> None:
@@ -182,6 +194,7 @@ class RayEngine:
         self._timeout_s = timeout_s
         self._progress = progress
         self._metrics: Metrics = {}
+        self._rollout = 0
         self._base = ""  # the checksum of the one that the actor has
 
     def start(self, build: Builder, identity: Identity | None) -> Mapping[str, str]:
@@ -199,12 +212,18 @@ class RayEngine:
         self.version = self._wait(self._actor.load.remote(self._shelf.put(snapshot)), "loading weights")
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
-        """As of every engine."""
+        """As of every engine; `stop` is asked several times a second."""
+        self._rollout += 1
         bare = [Prompt(prompt.id, prompt.token_ids, "", {}) for prompt in prompts]  # rows are for rewards
-        answer = self._actor.generate.remote(bare, group_size, sampling, seed)
-        plain, self._metrics = self._wait(answer, "generating", len(prompts) * group_size)
+        answer = self._actor.generate.remote(self._rollout, bare, group_size, sampling, seed)
+        plain, self._metrics = self._wait(answer, "generating", len(prompts) * group_size, stop)
         completions = [tuple(map(_completion, group)) for group in plain]
         return [Group(prompt, group) for prompt, group in zip(prompts, completions, strict=True)]
 
@@ -212,20 +231,23 @@ class RayEngine:
         """The engine's own, and `publish/bytes`, the size of the weights it serves as they were sent."""
         return self._metrics | {"publish/bytes": Last(float(self._shelf.num_bytes))}
 
-    def _wait(self, answer: Any, doing: str, total: int = 0) -> Any:
+    def _wait(self, answer: Any, doing: str, total: int = 0, stop: Stop | None = None) -> Any:
         """What the actor answers; its own errors as themselves."""
         ray = _ray()
         signs: tuple[int, int] | None = None
         question, heard = None, time.monotonic()
         try:
             while not ray.wait([answer], timeout=POLL_SECONDS)[0]:
-                question = question or self._actor.signs.options(concurrency_group="signs").remote()
+                question = question or self._beside("signs")
                 if ray.wait([question], timeout=0)[0]:
                     found, question = ray.get(question), None
                     if signs is not None and found != signs:
                         self._progress(found[1], total)
                     if found != signs:
                         signs, heard = found, time.monotonic()
+                if stop is not None and stop(0 if signs is None else signs[1], total):
+                    self._beside("stop", self._rollout)
+                    stop = None
                 if time.monotonic() - heard > self._timeout_s:
                     raise self._lost(f"{doing}, no sign of life for cluster.timeout_s = {self._timeout_s:g} s")
             return ray.get(answer, timeout=self._timeout_s)
@@ -233,6 +255,10 @@ class RayEngine:
             raise _as_itself(error) from error
         except ray.exceptions.RayError as error:
             raise self._lost(f"{doing}, it has ended: {_reason(error)}") from error
+
+    def _beside(self, method: str, *arguments: Any) -> Any:
+        """Ray's reference to the answer of a method that does not wait for what the actor is doing."""
+        return getattr(self._actor, method).options(concurrency_group=SIGNS).remote(*arguments)
 
     def _lost(self, what: str) -> EngineLost:
         """To raise; what may be left of the process is ended, so that it keeps no room."""

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -19,13 +20,14 @@ from qarl.quant.formats import INT4, INT8, INT12, IntegerFormat
 
 logger = logging.getLogger(__name__)
 
-_chosen: list[ReferenceKernels] = []
+_chosen: ContextVar[ReferenceKernels | None] = ContextVar("chosen", default=None)
 _device = [HOST]
 
 
 def kernels() -> ReferenceKernels:
     """On the CPU the C kernels where they build, else the torch reference (said once); on a GPU those in Triton."""
-    return _chosen[-1] if _chosen else _default(_device[-1])
+    chosen = _chosen.get()
+    return _default(_device[-1]) if chosen is None else chosen
 
 
 def compute_on(device: torch.device) -> None:
@@ -54,12 +56,12 @@ def require_exact_integers() -> None:
 
 @contextmanager
 def using(chosen: ReferenceKernels) -> Iterator[None]:
-    """Use these kernels inside the block, whatever the default is."""
-    _chosen.append(chosen)
+    """Use these kernels inside the block, whatever the default is; other threads go on with theirs."""
+    before = _chosen.set(chosen)
     try:
         yield
     finally:
-        _chosen.pop()
+        _chosen.reset(before)
 
 
 @cache

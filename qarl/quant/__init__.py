@@ -1,6 +1,6 @@
 """Number formats, scales and schemes; the only room that rounds numbers."""
 
-from qarl.quant.formats import E4M3, INT4, INT8, NumberFormat, pack_int4, unpack_int4
+from qarl.quant.formats import E4M3, INT4, INT8, NumberFormat, pack_int4, round_to_type, unpack_int4
 from qarl.quant.qtensor import (
     QTensor,
     dequantize,
@@ -32,6 +32,7 @@ __all__ = [
     "quantize",
     "quantize_activations",
     "quantize_rows",
+    "round_to_type",
     "scheme_named",
     "unpack_int4",
 ]

@@ -83,6 +83,11 @@ INT2 = IntegerFormat("int2", bits=2, largest=1.0)
 E4M3 = E4M3Format()
 
 
+def round_to_type(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest values of a floating-point type, halves to even, any shape; those that have it already themselves."""
+    return values.to(dtype)
+
+
 def pack_int4(codes_NK: Tensor) -> Tensor:
     """Pack 4-bit codes as compressed-tensors `pack-quantized`: int32 [N, ceil(K / 8)].
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qarl.config import Config
 from qarl.sync.transport import Way
@@ -79,9 +79,17 @@ class VllmEngineConfig(Config):
     timeout_s: float = Field(
         300.0, gt=0.0, description="The longest that vLLM may be silent: without a token, or an answer to a call."
     )
+    start_timeout_s: float = Field(
+        1800.0, gt=0.0, description="The longest that vLLM on this machine may take to start; says nothing with `urls`."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's engine by their names there, for experts."
     )
+
+    @field_validator("urls")
+    @classmethod
+    def _one_spelling(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(url.rstrip("/") for url in urls)
 
     @model_validator(mode="after")
     def _a_folder_is_for_a_disk(self) -> Self:
@@ -91,6 +99,11 @@ class VllmEngineConfig(Config):
             )
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls names a server twice; every server is named once")
+        if self.urls and self.start_timeout_s != VllmEngineConfig.model_fields["start_timeout_s"].default:
+            raise ValueError(
+                f"start_timeout_s = {self.start_timeout_s:g} says nothing with urls, whose servers are not started by "
+                "the run; leave one of the two out"
+            )
         return self
 
 

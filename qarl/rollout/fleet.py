@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from qarl.errors import RunError
 from qarl.metrics import Last, Mean, Metrics, merge
 from qarl.records import Group, Prompt, Sampling, Snapshot
-from qarl.roles import Engine
+from qarl.roles import Engine, Stop
 from qarl.rollout.request import Progress
 
 log = logging.getLogger("qarl")
@@ -40,17 +40,40 @@ class _Call:
     is_abandoned: bool = False
 
 
+class _Tally:
+    """How many completions of a rollout the engines have finished, and whether that is enough."""
+
+    def __init__(self, engines: int, total: int, stop: Stop | None) -> None:
+        self._finished = [0] * engines
+        self._total = total
+        self._stop = stop
+        self._is_enough = False
+        self._lock = Lock()
+
+    def is_enough(self, index: int, finished: int) -> bool:
+        """Told by an engine what it has finished; once enough is always enough."""
+        with self._lock:
+            self._finished[index] = finished
+            if self._stop is not None and not self._is_enough:
+                self._is_enough = self._stop(sum(self._finished), self._total)
+            return self._is_enough
+
+
 class Fleet:
     """`count` engines that `make` makes; up to `restarts` of them are replaced when they are lost.
 
     A replacement is given the weights of now and asked again what the lost one was asked. Errors of an engine bear its
-    index. `progress` is told (finished, all) completions of the whole fleet, on the caller's thread.
+    index. `progress` is told (finished, all) completions of the whole fleet, on the caller's thread. An engine that is
+    silent for `timeout_s` is to give up by itself; what was asked before is waited for twice as long.
     """
 
-    def __init__(self, make: Make, count: int, restarts: int = 0, progress: Progress | None = None) -> None:
+    def __init__(
+        self, make: Make, count: int, timeout_s: float, restarts: int = 0, progress: Progress | None = None
+    ) -> None:
         self.version = -1
         self.count = count
         self._make = make
+        self._timeout_s = timeout_s
         self._allowed = restarts
         self._restarts = 0
         self._lock = Lock()
@@ -83,16 +106,29 @@ class Fleet:
         self.version = snapshot.version
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
-        """As of every engine; how the prompts are split changes no bit."""
+        """As of every engine; how the prompts are split changes no bit. `stop` is asked on the engines' threads, one at
+        a time.
+        """
         shares = split(prompts, self.count, group_size, sampling)
         asked = [index for index, share in enumerate(shares) if share]
         total, finished = len(prompts) * group_size, [0] * self.count
+        tally = _Tally(self.count, total, stop)
 
         def complete(index: int, engine: Engine) -> tuple[list[Group], Metrics, float]:
-            started = time.perf_counter()
-            groups = engine.generate([prompts[place] for place in shares[index]], group_size, sampling, seed)
+            started, call = time.perf_counter(), self._call
+
+            def is_enough(done: int, of_share: int) -> bool:
+                return call.is_abandoned or tally.is_enough(index, done)
+
+            share = [prompts[place] for place in shares[index]]
+            groups = engine.generate(share, group_size, sampling, seed, is_enough)
             return groups, engine.metrics(), time.perf_counter() - started
 
         def tell(index: int, count: int) -> None:
@@ -119,12 +155,14 @@ class Fleet:
     ) -> dict[int, Answer]:
         """What these engines answer, all asked at the same time; the first error is raised without waiting for others.
 
-        An interrupt does not wait either. What then is still running is waited for by the next call.
+        An interrupt does not wait either. What then is still running is told to stop, and waited for by the next call.
         """
-        for thread in self._threads:
-            thread.join()
+        self._wait_for_the_last_call()
         call = self._call = _Call()
-        self._threads = [Thread(target=self._work, args=(call, index, work), daemon=True) for index in indices]
+        self._threads = [
+            Thread(target=self._work, args=(call, index, work), name=f"engine {index}", daemon=True)
+            for index in indices
+        ]
         for thread in self._threads:
             thread.start()
         answers: dict[int, Answer] = {}
@@ -141,6 +179,18 @@ class Fleet:
             call.is_abandoned = True
             raise
         return answers
+
+    def _wait_for_the_last_call(self) -> None:
+        """RunError where an engine does not end what it was asked then."""
+        until = time.monotonic() + 2 * self._timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise RunError(
+                    f"{thread.name}: still works on what was given up {2 * self._timeout_s:g} s ago; start the run "
+                    "again with --resume, with a longer cluster.timeout_s (of servers, engine.timeout_s) if that is "
+                    "how long it takes"
+                )
 
     def _work(self, call: _Call, index: int, work: Callable[[int, Engine], Any]) -> None:
         """The thread of one engine."""

@@ -26,10 +26,11 @@ from qarl.ops.graph import Memory
 from qarl.ops.head import logits
 from qarl.ops.kernels import kernels
 from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.cache import PAGE, KVCache, bytes_per_token, pages_for
 from qarl.rollout.config import NativeEngineConfig
 from qarl.rollout.forward import Forward, Inputs
-from qarl.rollout.request import Progress, Request, SharedPrompt, Stop, check_limit, requests_of, spans_of, unstarted
+from qarl.rollout.request import Progress, Request, SharedPrompt, check_limit, requests_of, spans_of, unstarted
 from qarl.rollout.seeds import uniforms
 from qarl.sync.adapters import adapters_of, verify_adapters
 from qarl.sync.snapshot import operands_of, unquantized, verify

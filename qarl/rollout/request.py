@@ -19,9 +19,6 @@ from qarl.rollout.seeds import stream_key
 Progress = Callable[[int, int], None]
 """Called with (finished, total) completions after every step of a rollout: whoever watches sees that it goes on."""
 
-Stop = Callable[[int, int], bool]
-"""Asked with (finished, total) completions after every step whether to abort the others."""
-
 
 @dataclass(slots=True, eq=False)
 class SharedPrompt:

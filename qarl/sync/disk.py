@@ -46,10 +46,12 @@ class _Description(TypedDict):
     lora: _Adapts | None
 
 
-def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Write a snapshot as `folder`, which must not exist, be empty, or hold an incomplete snapshot.
+def write_snapshot(snapshot: Snapshot, folder: Path, known: Mapping[str, str] | None = None) -> int:
+    """Write a snapshot as `folder`, which must not exist, be empty, or hold an incomplete snapshot; returns the bytes
+    of its tensors as they are stored.
 
-    RunError if it holds anything else, or if the tensors are no longer those of the snapshot's checksum.
+    `known` are the tensors' digests, where they have been made already: who reads the snapshot compares them. RunError
+    if the folder holds anything else, or if the tensors are no longer those of the snapshot's checksum.
     """
     _check_replaceable(folder)
     lora = snapshot.lora
@@ -57,7 +59,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
         version=snapshot.version,
         schemes=dict(snapshot.schemes),
         checksum=snapshot.checksum,
-        digests=digests(snapshot.tensors),
+        digests=dict(digests(snapshot.tensors) if known is None else known),
         lora=None if lora is None else _Adapts(base=lora.base.checksum, rank=lora.rank, alpha=lora.alpha),
     )
     if _checksum(description) != snapshot.checksum:
@@ -69,6 +71,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     aside.mkdir()
     tensors = stored(snapshot.tensors, snapshot.schemes) if lora is None else snapshot.tensors
     save_file(_unshared(tensors), aside / TENSORS)
+    size = sum(tensor.nbytes for tensor in tensors.values())
     (aside / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
     for path in (aside / TENSORS, aside / DESCRIPTION, aside):
         _sync(path)
@@ -78,6 +81,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     (folder / MARKER).write_text(f"version {snapshot.version}\n", encoding="utf-8")
     _sync(folder / MARKER)
     _sync(folder)
+    return size
 
 
 def read_snapshot(folder: Path, base: Snapshot | None = None) -> Snapshot:

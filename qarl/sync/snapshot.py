@@ -21,7 +21,7 @@ from qarl.ops.operand import Operand, operand_of
 from qarl.quant.qtensor import QTensor
 from qarl.quant.scheme import Scheme, scheme_named
 from qarl.records import Snapshot
-from qarl.sync.checksum import checksum, combine, digests
+from qarl.sync.checksum import combine, digests
 
 
 class Published(Mapping[str, Tensor]):
@@ -109,21 +109,22 @@ def unquantized(snapshot: Snapshot) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in snapshot.tensors.items() if name.endswith(ends)}
 
 
-def verify(decoder: Decoder, snapshot: Snapshot) -> None:
+def verify(decoder: Decoder, snapshot: Snapshot) -> dict[str, str]:
     """Refuse a snapshot that is not this decoder's, whole, or whose tensors are not those that were published.
 
-    RunError, before anything is changed.
+    Returns its tensors' digests. RunError, before anything is changed.
     """
     wanted = _names(decoder, snapshot.schemes)
     for name in sorted(wanted ^ set(snapshot.tensors)):
         state = "is missing" if name in wanted else "does not belong to this model"
         raise RunError(f"weights of version {snapshot.version}: tensor {name} {state}; nothing was loaded")
-    found = checksum(snapshot.tensors)
-    if found != snapshot.checksum:
+    found = digests(snapshot.tensors)
+    if combine(found) != snapshot.checksum:
         raise RunError(
-            f"weights of version {snapshot.version} changed between publishing and loading: checksum {found}, "
+            f"weights of version {snapshot.version} changed between publishing and loading: checksum {combine(found)}, "
             f"published {snapshot.checksum}; nothing was loaded"
         )
+    return found
 
 
 def _names(decoder: Decoder, schemes: Mapping[str, str]) -> set[str]:

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol
@@ -44,8 +43,11 @@ Way = Literal["memory", "disk", "gloo", "nccl"]
 class Transport(Protocol):
     """The sending side."""
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Make this version available; returns the message by which it is received."""
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Make this version, whose tensors have these digests, available.
+
+        Returns the message by which it is received, with the `bytes` of what is sent.
+        """
         ...
 
     def withdraw(self) -> None:
@@ -83,25 +85,25 @@ class FolderTransport:
         self._offered: Path | None = None
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
         self.withdraw()
         self._offered = self._home / f"version-{snapshot.version}"
         try:
-            self._write(snapshot, self._offered)
+            size = self._write(snapshot, digests, self._offered)
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self._home).free
             raise RunError(
                 f"weights of version {snapshot.version} could not be put into {self._home}, where {free} bytes are "
                 f"free: {error}; make room, or set engine.transport = 'disk' and engine.folder"
             ) from error
-        return {"way": "folder", "folder": str(self._offered)}
+        return {"way": "folder", "folder": str(self._offered), "bytes": size}
 
-    def _write(self, snapshot: Snapshot, folder: Path) -> None:
+    def _write(self, snapshot: Snapshot, digests: Mapping[str, str], folder: Path) -> int:
         lora = snapshot.lora
         if lora is None:
-            write_snapshot(snapshot, folder)
-        else:
-            write_peft(folder, snapshot.tensors, lora.rank, lora.alpha, lora.base.checksum)
+            return write_snapshot(snapshot, folder, digests)
+        write_peft(folder, snapshot.tensors, lora.rank, lora.alpha, lora.base.checksum)
+        return sum(tensor.nbytes for tensor in snapshot.tensors.values())
 
     def withdraw(self) -> None:
         if self._offered is not None:
@@ -141,10 +143,11 @@ class BroadcastTransport:
         self._store = TCPStore(
             self._host, 0, self._size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
+        self._group: Any = None
         self._sending: Thread | None = None
         self._failure: list[BaseException] = []
 
-    def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+    def offer(self, snapshot: Snapshot, digests: Mapping[str, str]) -> dict[str, Any]:
         assert snapshot.lora is None, "adapters go through a folder"
         self.withdraw()
         tensors = {
@@ -152,6 +155,7 @@ class BroadcastTransport:
         }
         message = {
             "way": "broadcast",
+            "bytes": sum(tensor.nbytes for tensor in tensors.values()),
             "backend": self._backend,
             "host": self._host,
             "port": self._store.port,
@@ -180,9 +184,9 @@ class BroadcastTransport:
     def _send(self, message: Mapping[str, Any], tensors: list[Tensor]) -> None:
         try:
             with torch.no_grad():
-                group = _group(_meeting(message), self._store, 0)
+                self._group = self._group or _group(_meeting(message), self._store, 0)
                 for tensor in tensors:
-                    _broadcast(group, message["backend"], tensor)
+                    _broadcast(self._group, message["backend"], tensor)
         except BaseException as error:  # told by `withdraw`, in the thread that waits
             self._failure.append(error)
 
@@ -212,14 +216,21 @@ def _broadcast(group: Any, backend: str, tensor: Tensor) -> Tensor:
     return tensor.copy_(place) if place is not tensor else tensor
 
 
-@cache
+_joined: dict[int, tuple[_Meeting, Any]] = {}
+"""The group that each receiver of this process is in. A sender may be gone without a word: the next one's group takes
+the place of the last one's, so that a server of many runs holds no more than one.
+"""
+
+
 def _group_of_receiver(meeting: _Meeting, rank: int) -> Any:
-    _, host, port, size, timeout_s = meeting
-    store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return _group(meeting, store, rank)
+    if rank not in _joined or _joined[rank][0] != meeting:
+        _joined.pop(rank, None)
+        _, host, port, size, timeout_s = meeting
+        store = TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        _joined[rank] = meeting, _group(meeting, store, rank)
+    return _joined[rank][1]
 
 
-@cache
 def _group(meeting: _Meeting, store: Store, rank: int) -> Any:
     """A process group of its own, beside those that vLLM or the learner's ranks have."""
     backend, _, _, size, timeout_s = meeting

@@ -16,9 +16,9 @@ from qarl.models.lora import LoraConfig
 from qarl.ops.kernels import kernels
 from qarl.quant import SCHEMES
 from qarl.records import Group, Sampling
+from qarl.roles import Stop
 from qarl.rollout.cache import PAGE
 from qarl.rollout.native import NativeEngine
-from qarl.rollout.request import Stop
 from qarl.sync.checksum import checksum
 
 pytestmark = pytest.mark.skipif(

@@ -78,6 +78,35 @@ def test_all_ranks_together_sample_what_one_process_does(pair, names: tuple[str,
     assert pair(rolled_out, names, 3)[0] == rolled_out(None, names, 3)
 
 
+def stopped(crew: Crew) -> Any:
+    """Completions of a rollout that the leader's third step ends, and of a whole one."""
+    from qarl.build import build, build_follower
+
+    if not crew.leads:
+        return build_follower(TOML, crew).obey()
+    cast = build(parse_recipe(tomllib.loads(TOML), "test"), None, crew).cast
+    cast.engine.load(cast.learner.publish())
+    asked: list[tuple[int, int]] = []
+
+    def stop(finished: int, total: int) -> bool:
+        asked.append((finished, total))
+        return len(asked) == 3
+
+    question = (prompts("a", "b", "c"), 3, Sampling(1.0, 1000), (3, 1))
+    part, whole = cast.engine.generate(*question, stop), cast.engine.generate(*question)
+    crew.dismiss()
+    return part, whole, asked
+
+
+def test_the_leader_stops_all_ranks_which_hand_back_what_they_have(pair) -> None:
+    part, whole, asked = pair(stopped)[0]
+    assert asked == [(0, 9)] * 3
+    for one, other in zip(part, whole, strict=True):
+        for begun, done in zip(one.completions, other.completions, strict=True):
+            assert (begun.finish_reason, done.finish_reason) == ("aborted", "length")
+            assert len(begun) < 1000 and torch.equal(begun.token_ids, done.token_ids[: len(begun)])
+
+
 ELSEWHERE = (
     TOML
     + """

@@ -45,7 +45,7 @@ FLEETS: list[Fleet] = []
 
 
 def fleet(small: Any, snapshot: Snapshot | None) -> Fleet:
-    found = Fleet(lambda index, progress: TakesTurns(small.engine(None, progress)), 2)
+    found = Fleet(lambda index, progress: TakesTurns(small.engine(None, progress)), 2, 60.0)
     FLEETS.append(found)
     if snapshot is not None:
         found.load(snapshot)
@@ -102,6 +102,27 @@ def test_a_group_for_every_prompt_in_order_and_every_record_is_whole(small, engi
         assert bool((completion.engine_logprobs <= 0).all()) and bool(completion.engine_logprobs.isfinite().all())
         assert int(completion.token_ids.min()) >= 0 and int(completion.token_ids.max()) < small.sampleable
         assert completion.text == str(completion.token_ids.tolist())
+
+
+@every_engine
+@pytest.mark.parametrize("enough", [0, 5], ids=["at once", "after five"])
+def test_what_is_stopped_is_handed_back_as_far_as_it_is(small, engine_of, enough: int):
+    engine, prompts = engine_of(small, small.learner().publish()), small.prompts(*LENGTHS)
+    whole = completions(engine.generate(prompts, 4, small.sampling, SEED))
+    asked: list[tuple[int, int]] = []
+
+    def stop(finished: int, total: int) -> bool:
+        asked.append((finished, total))
+        return finished >= enough
+
+    found = completions(engine.generate(prompts, 4, small.sampling, SEED, stop))
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids[: len(one)])
+        assert one.finish_reason in ("aborted", other.finish_reason)
+        assert len(one) == len(other) or one.finish_reason == "aborted"
+    assert enough <= sum(one.finish_reason != "aborted" for one in found) < 12
+    assert {total for _, total in asked} == {12} and asked[-1][0] >= enough
+    assert_same(engine.generate(prompts, 4, small.sampling, SEED), engine.generate(prompts, 4, small.sampling, SEED))
 
 
 @every_engine

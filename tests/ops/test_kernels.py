@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_using_holds_inside_its_block_and_nests():
             assert kernels() is inner
         assert kernels() is outer
     assert kernels() is before
+
+
+def test_using_is_of_one_thread():
+    before = kernels()
+    with using(ReferenceKernels()), ThreadPoolExecutor(1) as another:
+        assert another.submit(kernels).result() is before
 
 
 def test_using_ends_with_an_error_too():

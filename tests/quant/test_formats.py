@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8, pack_int4, unpack_int4
+from qarl.quant.formats import E4M3, INT2, INT3, INT4, INT8, pack_int4, round_to_type, unpack_int4
 
 
 def test_integers_round_halves_to_even_and_clamp() -> None:
@@ -19,6 +19,13 @@ def test_e4m3_rounds_halves_to_even_and_clamps_instead_of_making_nan() -> None:
     scaled = torch.tensor([1.0625, 1.1875, 272.0, 304.0, 460.0, 1e9, -1e9, 2.0**-10, 1.5 * 2.0**-9])
     expected = [1.0, 1.25, 256.0, 320.0, 448.0, 448.0, -448.0, 0.0, 2.0**-8]
     assert E4M3.round_to_grid(scaled).float().tolist() == expected
+
+
+def test_a_narrower_type_has_the_nearest_values_halves_to_even() -> None:
+    # bfloat16 has steps of 2^-7 in [1, 2).
+    values = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -1.5])
+    assert round_to_type(values, torch.bfloat16).tolist() == [1.0, 1 + 2.0**-6, 1 + 2.0**-7, -1.5]
+    assert round_to_type(values, torch.float32) is values
 
 
 @pytest.mark.parametrize(

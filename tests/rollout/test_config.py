@@ -50,11 +50,18 @@ def test_so_is_a_vllm_that_cannot_be_started(wrong):
         ({"transport": "ucx"}, "Input should be 'memory', 'disk', 'gloo' or 'nccl'"),
         ({"timeout_s": 0.0}, "greater than 0"),
         ({"urls": ("http://a:1", "http://b:1", "http://a:1")}, "urls names a server twice"),
+        ({"start_timeout_s": 0.0}, "greater than 0"),
+        ({"urls": ("http://a:1",), "start_timeout_s": 9.0}, "start_timeout_s = 9 says nothing with urls"),
+        ({"urls": ("http://a:1", "http://a:1/")}, "urls names a server twice"),
     ],
 )
 def test_a_way_to_vllm_that_is_none_is_refused(table, message: str):
     with pytest.raises(ValidationError, match=message):
         VllmEngineConfig.model_validate(table)
+
+
+def test_a_slash_at_the_end_of_a_url_is_no_other_server():
+    assert VllmEngineConfig(urls=("http://a:1/", "http://b:1//")).urls == ("http://a:1", "http://b:1")
 
 
 @pytest.mark.parametrize("config", [SamplingConfig, NativeEngineConfig, VllmEngineConfig])

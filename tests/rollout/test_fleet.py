@@ -13,7 +13,8 @@ import torch
 
 from qarl.errors import ConfigurationError, RunError
 from qarl.metrics import Mean, Metrics
-from qarl.records import Completion, Group, Prompt, Sampling, Snapshot
+from qarl.records import Completion, FinishReason, Group, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.fleet import EngineLost, Fleet, split
 from qarl.rollout.native import Progress
 from qarl.rollout.seeds import stream_key
@@ -40,6 +41,7 @@ class FakeEngine:
     version: int = -1
     before: Callable[[], object] = lambda: None
     is_stuck: bool = False
+    is_stopped: bool = False
 
     def load(self, snapshot: Snapshot) -> None:
         self.before()
@@ -47,23 +49,31 @@ class FakeEngine:
         self.version = self.version if self.is_stuck else snapshot.version
 
     def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, seed: tuple[int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        seed: tuple[int, ...],
+        stop: Stop | None = None,
     ) -> list[Group]:
         self.asked.append([one.id for one in prompts])
+        self.is_stopped = False
         self.before()
         groups = []
         for place, one in enumerate(prompts):
             repeats = self.asked[-1][:place].count(one.id)
             keys = [stream_key((*seed, repeats), one.id, index) >> 1 for index in range(group_size)]
-            groups.append(Group(one, tuple(self._completion(key) for key in keys)))
+            finish_reason = "aborted" if self.is_stopped else "stop"
+            groups.append(Group(one, tuple(self._completion(key, finish_reason) for key in keys)))
             self.progress((place + 1) * group_size, len(prompts) * group_size)
+            self.is_stopped = stop is not None and stop((place + 1) * group_size, len(prompts) * group_size)
         return groups
 
     def metrics(self) -> Metrics:
         return {"perf/bubble": Mean(1.0, 4.0)}
 
-    def _completion(self, key: int) -> Completion:
-        return Completion(torch.tensor([key]), torch.tensor([-1.0]), torch.tensor([self.version]), "stop", "")
+    def _completion(self, key: int, finish_reason: FinishReason) -> Completion:
+        return Completion(torch.tensor([key]), torch.tensor([-1.0]), torch.tensor([self.version]), finish_reason, "")
 
 
 class Factory:
@@ -86,11 +96,11 @@ class Factory:
 
 
 def fleet_of(
-    count: int, before: dict[int, Callable[[], object]] | None = None, **settings: int
+    count: int, before: dict[int, Callable[[], object]] | None = None, timeout_s: float = 10.0, **settings: int
 ) -> tuple[Fleet, Factory]:
     """A fleet that serves version 0; engines of one index are made one after the other, so that numbers are known."""
     factory = Factory(before)
-    fleet = Fleet(factory, count, **settings)
+    fleet = Fleet(factory, count, timeout_s, **settings)
     fleet.load(Snapshot(0, {}, {}, ""))
     return fleet, factory
 
@@ -160,7 +170,7 @@ def test_progress_is_that_of_all_engines_on_the_callers_thread() -> None:
         threads.add(threading.current_thread())
         told.append((finished, total))
 
-    fleet = Fleet(Factory(), 2, progress=progress)
+    fleet = Fleet(Factory(), 2, 10.0, progress=progress)
     fleet.generate(prompts(*"abc"), 2, SAMPLING, (0,))
     assert told == [(2, 6), (4, 6), (6, 6)]
     assert threads == {threading.main_thread()}
@@ -208,6 +218,55 @@ def test_the_first_error_does_not_wait_for_other_engines_but_the_next_call_does(
     assert most == [1]
 
 
+def test_a_fleet_stops_as_a_whole_by_what_all_have_finished() -> None:
+    fleet, factory = fleet_of(2)
+    both = threading.Barrier(2, timeout=10)
+    for engine in factory.made:
+        engine.before = both.wait
+    asked: list[tuple[int, int]] = []
+    lock = threading.Lock()
+
+    def stop(finished: int, total: int) -> bool:
+        assert lock.acquire(blocking=False), "asked by two threads at a time"
+        time.sleep(0.01)
+        asked.append((finished, total))
+        lock.release()
+        return finished >= 4
+
+    groups = fleet.generate(prompts(*"abcdefgh"), 2, SAMPLING, (0,), stop)
+    assert asked[-1][0] >= 4 and {total for _, total in asked} == {16}
+    aborted = [all(one.finish_reason == "aborted" for one in group.completions) for group in groups]
+    assert 2 <= aborted.count(False) <= 4  # one each that were under way when it was said
+    assert len(asked) == [finished >= 4 for finished, _ in asked].index(True) + 1  # once enough is always enough
+
+
+def test_what_nobody_waits_for_is_stopped() -> None:
+    fleet, factory = fleet_of(2)
+    has_failed = threading.Event()
+    factory.of(0)[0].before = lambda: has_failed.wait(10)
+    factory.of(1)[0].before = failing(RunError("died early"))
+    with pytest.raises(RunError, match="died early"):
+        fleet.generate(prompts(*"abcd"), 1, SAMPLING, (0,))
+    has_failed.set()
+    for thread in fleet._threads:
+        thread.join()
+    assert factory.of(0)[0].is_stopped
+
+
+def test_what_was_given_up_and_does_not_end_is_not_waited_for_without_end() -> None:
+    fleet, factory = fleet_of(2, timeout_s=0.1)
+    ends = threading.Event()
+    factory.of(0)[0].before = lambda: ends.wait(20)
+    factory.of(1)[0].before = failing(RunError("died early"))
+    with pytest.raises(RunError, match="died early"):
+        fleet.generate(prompts(*"ab"), 1, SAMPLING, (0,))
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"^engine 0: still works on what was given up 0\.2 s ago; .*cluster\.timeout_s"):
+        fleet.generate(prompts(*"ab"), 1, SAMPLING, (0,))
+    assert 0.2 <= time.monotonic() - started < 5
+    ends.set()
+
+
 def test_without_restarts_a_lost_engine_ends_the_run() -> None:
     fleet, factory = fleet_of(2)
     factory.of(1)[0].before = failing(EngineLost("process 7 was killed"))
@@ -239,7 +298,7 @@ def test_a_lost_engine_is_replaced_serves_the_weights_of_now_and_is_asked_again(
 def test_replacements_that_are_lost_too_count_and_the_last_cause_is_told() -> None:
     lost = failing(EngineLost("no room"), times=9)
     factory = Factory()
-    fleet = Fleet(factory, 1, restarts=2)
+    fleet = Fleet(factory, 1, 10.0, restarts=2)
     factory.before = {1: lost, 2: lost}
     fleet.load(Snapshot(0, {}, {}, ""))
     factory.made[0].before = failing(EngineLost("killed"))

@@ -14,9 +14,10 @@ from qarl.readings import completion_metrics
 from qarl.records import Completion, Group, Prompt, Sampling
 from qarl.rewards.scorer import Scorer
 from qarl.rewards.shape import Length, Repetition
+from qarl.roles import Stop
 from qarl.rollout import native
 from qarl.rollout.cache import PAGE, KVCache, bytes_per_token
-from qarl.rollout.request import Stop, make_requests
+from qarl.rollout.request import make_requests
 from qarl.sync.disk import read_snapshot, write_snapshot
 from qarl.sync.snapshot import take_snapshot
 

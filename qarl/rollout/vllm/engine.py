@@ -23,8 +23,9 @@ from qarl.models.config import ModelConfig
 from qarl.models.decoder import Decoder
 from qarl.models.lora import LoraConfig
 from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.config import VllmEngineConfig
-from qarl.rollout.request import Progress, Request, Stop, check_limit, requests_of, unstarted
+from qarl.rollout.request import Progress, Request, check_limit, requests_of, unstarted
 from qarl.rollout.seeds import stream_key
 from qarl.rollout.vllm.launch import (
     adapter_arguments,
@@ -32,12 +33,11 @@ from qarl.rollout.vllm.launch import (
     as_served,
     fingerprint,
     require_vllm,
+    settings,
     write_model,
 )
 from qarl.rollout.vllm.service import Answer, Ask, Service, check_version
 from qarl.sync.adapters import verify_adapters
-from qarl.sync.checksum import combine, digests
-from qarl.sync.compressed_tensors import stored
 from qarl.sync.snapshot import verify
 from qarl.sync.transport import Transport, transport
 
@@ -220,11 +220,12 @@ class VllmEngine:
             "model": fingerprint(self._model, self._vocab_size),
             "max_lora_rank": self._adapters.get("max_lora_rank", 0),
             "lora_target_modules": self._adapters.get("lora_target_modules", []),
+            **settings(self._config),
         }
         for name, value in wanted.items():
-            if found[name] != value:
+            if found.get(name) != value:
                 raise ConfigurationError(
-                    f"{service.name}: its {name} is {found[name]}, this recipe needs {value}; start it with `qarl "
+                    f"{service.name}: its {name} is {found.get(name)}, this recipe needs {value}; start it with `qarl "
                     "serve` and this recipe"
                 )
         if int(found["max_model_len"]) < self._max_model_len:
@@ -254,17 +255,17 @@ class VllmEngine:
         snapshot = replace(
             snapshot, tensors=dict(snapshot.tensors)
         )  # codes are read back where they are multiplied: once
-        verify(self._decoder, snapshot)
-        served = as_served(snapshot, self._vocab_size, self._dtype)
+        published = verify(self._decoder, snapshot)
+        served, expected = as_served(snapshot, self._vocab_size, self._dtype, published)
         if self._service is None:
             self._start(served)
-        with self._offered(served) as message:
+        with self._offered(served, expected) as message:
             reports = self._require_service().call("qarl_load", message)
-        expected = digests(served.tensors)
-        assert combine(expected) == served.checksum, "the version changed while it was sent"
         self._compare(f"weights of version {served.version}", expected, reports)
-        size = sum(tensor.nbytes for tensor in stored(served.tensors, served.schemes).values())
-        return {"bytes": float(size), **{part: float(seconds) for part, seconds in reports[0]["seconds"].items()}}
+        return {
+            "bytes": float(message["bytes"]),
+            **{part: float(seconds) for part, seconds in reports[0]["seconds"].items()},
+        }
 
     def _load_adapters(self, snapshot: Snapshot, lora: Lora) -> dict[str, float]:
         """Serve adapters, on their base; bytes that were sent of them and seconds of the parts."""
@@ -273,21 +274,21 @@ class VllmEngine:
             self._base = ""
             self._load_whole(lora.base)
             self._base = lora.base.checksum
-        served, started = adapters_as_served(snapshot, self._dtype), time.perf_counter()
-        with self._offered(served) as message:
+        started = time.perf_counter()
+        served, expected = adapters_as_served(snapshot, self._dtype)
+        with self._offered(served, expected) as message:
             self._require_service().adapt(message["folder"])
             loaded = time.perf_counter()
             reports = self._require_service().call("qarl_adapters", message)
-        self._compare(f"adapters of version {served.version}", digests(served.tensors), reports)
-        size = sum(tensor.nbytes for tensor in served.tensors.values())
-        return {"bytes": float(size), "load": loaded - started, "read_back": time.perf_counter() - loaded}
+        self._compare(f"adapters of version {served.version}", expected, reports)
+        return {"bytes": float(message["bytes"]), "load": loaded - started, "read_back": time.perf_counter() - loaded}
 
     @contextmanager
-    def _offered(self, served: Snapshot) -> Iterator[dict[str, Any]]:
+    def _offered(self, served: Snapshot, digests: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """How workers receive this version, while it is there for them."""
         assert self._transport is not None
         self._load = uuid4().hex
-        message = {**self._transport.offer(served), "load": self._load}
+        message = {**self._transport.offer(served, digests), "load": self._load}
         try:
             yield message
         except RunError:

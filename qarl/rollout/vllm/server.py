@@ -32,7 +32,7 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float, max_concurrency: int = 256) -> None:
         self.name = f"vLLM at {url}"
-        self._url = url.rstrip("/")
+        self._url = url
         self._timeout = timeout_s
         self._connections = max_concurrency
         self._adapters: str | None = None  # the server's name for those that are served

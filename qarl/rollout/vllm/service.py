@@ -18,6 +18,9 @@ EXTENSION = "qarl.rollout.vllm.worker.Worker"
 RUN = "QARL_RUN"
 """Names in the environment of vLLM's processes the run whose part they are; those of a server have none."""
 
+SERVED = "QARL_SERVED"
+"""Holds in a server's environment what `settings` were when it was started."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

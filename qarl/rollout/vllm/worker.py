@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from qarl.rollout.vllm import repairs
 from qarl.rollout.vllm.layers import LayerOutputs
 from qarl.rollout.vllm.served import served, served_adapters
-from qarl.rollout.vllm.service import RUN
+from qarl.rollout.vllm.service import RUN, SERVED
 from qarl.sync.adapters import read_peft
 from qarl.sync.checksum import digests, one_thread
 from qarl.sync.compressed_tensors import stored
@@ -70,6 +70,7 @@ class Worker:
             "device": config.device_config.device_type,
             "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
             "lora_target_modules": [] if lora is None else sorted(lora.target_modules or []),
+            **json.loads(os.environ.get(SERVED, "{}")),
         }
 
     def qarl_watch(self, _: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from qarl.quant import QuantConfig, plan_schemes, scheme_named
 from qarl.records import Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.launch import as_served
+from qarl.sync.checksum import digests
 from tests.conftest import SMALL
 
 CASES = [("none", "float32"), ("w8a8-int8", "bfloat16"), ("w8a8-int8", "float32"), ("w4a16", "bfloat16")]
@@ -63,3 +65,8 @@ def in_full_precision() -> Iterator[Started]:
     found.engine.load(found.version(0))
     yield found
     found.engine.close()
+
+
+def served_of(snapshot: Snapshot, dtype: torch.dtype) -> Snapshot:
+    """A version of the small model as vLLM holds it in this type."""
+    return as_served(snapshot, SMALL.sampleable, dtype, digests(snapshot.tensors))[0]

@@ -21,11 +21,11 @@ from qarl.models.lora import LoraConfig
 from qarl.records import Completion, Group, Sampling, Snapshot
 from qarl.rollout.config import VllmEngineConfig
 from qarl.rollout.vllm.engine import VllmEngine
-from qarl.rollout.vllm.launch import adapter_arguments, as_served, command_line, server_environment, write_model
+from qarl.rollout.vllm.launch import adapter_arguments, command_line, server_environment, write_model
 from qarl.sync.adapters import adapters_of, write_peft
-from qarl.sync.checksum import checksum
+from qarl.sync.checksum import combine, digests
 from tests.conftest import SMALL
-from tests.rollout.vllm.conftest import CASES, Started, start
+from tests.rollout.vllm.conftest import CASES, Started, served_of, start
 
 pytestmark = pytest.mark.vllm
 
@@ -120,11 +120,12 @@ def test_a_tensor_that_is_served_otherwise_is_named(
     assert way is not None
     offer = way.offer
 
-    def offer_another(snapshot: Snapshot) -> dict[str, object]:
+    def offer_another(snapshot: Snapshot, of_published: dict[str, str]) -> dict[str, object]:
         if (snapshot.lora is None) != is_of_base:
-            return offer(snapshot)
+            return offer(snapshot, of_published)
         tensors = {**snapshot.tensors, name: changed(snapshot.tensors[name])}
-        return offer(dataclasses.replace(snapshot, tensors=tensors, checksum=checksum(tensors)))
+        found = digests(tensors)
+        return offer(dataclasses.replace(snapshot, tensors=tensors, checksum=combine(found)), found)
 
     monkeypatch.setattr(way, "offer", offer_another)
     with pytest.raises(RunError, match=f"of version .*{name} than was published, and 0 more"):
@@ -148,9 +149,9 @@ def test_adapters_where_none_were_published_are_named(adapted: Started, monkeypa
     assert way is not None
     offer = way.offer
 
-    def offer_more(snapshot: Snapshot) -> dict[str, object]:
+    def offer_more(snapshot: Snapshot, of_published: dict[str, str]) -> dict[str, object]:
         more = {f"{stranger}.lora_A.weight": torch.ones(4, 128), f"{stranger}.lora_B.weight": torch.ones(64, 4)}
-        message = offer(snapshot)
+        message = offer(snapshot, of_published)
         if snapshot.lora is not None:
             write_peft(Path(message["folder"]), {**snapshot.tensors, **more}, 4, 4.0, "base")
         return message
@@ -164,7 +165,7 @@ def test_adapters_where_none_were_published_are_named(adapted: Started, monkeypa
 def server(tmp_path: Path) -> Iterator[str]:
     """The URL of one that is started as `qarl serve` does, from a base that is none of the learner's."""
     settings, base = VllmEngineConfig(dtype="float32", kv_bytes=1 << 26), SMALL.learner(seed=5).publish()
-    write_model(tmp_path / "model", SMALL.config, as_served(base, SMALL.sampleable, torch.float32), "float32")
+    write_model(tmp_path / "model", SMALL.config, served_of(base, torch.float32), "float32")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -9,9 +9,11 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +26,18 @@ from qarl.models.config import ModelConfig
 from qarl.models.lora import LoraConfig
 from qarl.quant import QuantConfig, plan_schemes, scheme_named
 from qarl.records import Completion, Group, Lora, Prompt, Sampling, Snapshot
+from qarl.roles import Stop
 from qarl.rollout.config import NativeEngineConfig, VllmEngineConfig
 from qarl.rollout.native import NativeEngine
-from qarl.rollout.request import Progress, Stop
+from qarl.rollout.request import Progress
 from qarl.rollout.seeds import uniforms
 from qarl.rollout.vllm import engine as engine_module
 from qarl.rollout.vllm import offline, server
 from qarl.rollout.vllm.engine import VllmEngine
-from qarl.rollout.vllm.launch import fingerprint
+from qarl.rollout.vllm.launch import fingerprint, settings
 from qarl.rollout.vllm.service import Answer, Ask, Watch
+from qarl.sync import checksum as checksum_module
+from qarl.sync import compressed_tensors
 from qarl.sync.adapters import adapters_checksum, read_peft
 from qarl.sync.checksum import digests
 from qarl.sync.compressed_tensors import FORMATS, stored
@@ -69,6 +74,7 @@ class Pretended:
             "world_size": workers,
             "max_lora_rank": 0,
             "lora_target_modules": [],
+            **settings(VllmEngineConfig()),
         }
         self.arguments: dict[str, Any] = {}
         self._places = places
@@ -444,6 +450,11 @@ def test_a_load_that_fails_tells_its_own_reason_and_leaves_no_version_behind(sta
         ("logprobs_mode", "raw_logprobs", "processed_logprobs"),
         ("rounds_activations_of_int4", True, "False"),
         ("model", "another", "[0-9a-f]{64}"),
+        ("kv_bytes", 4096, "1073741824"),
+        ("max_concurrency", 7, "256"),
+        ("tensor_parallel", 2, "1"),
+        ("compiled", True, "False"),
+        ("options", {"seed": 3}, "{}"),
     ],
 )
 def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name: str, found: Any, needed: str) -> None:
@@ -452,6 +463,13 @@ def test_a_server_that_is_another_than_the_recipes_is_refused(stage: Stage, name
         ConfigurationError,
         match=rf"vLLM: its {name} is {found}, this recipe needs {needed}; start it with `qarl serve`",
     ):
+        stage.engine(url="http://node1:8000")
+
+
+def test_a_server_that_was_not_started_by_a_recipe_is_refused(stage: Stage) -> None:
+    for name in settings(VllmEngineConfig()):
+        del stage.service.description[name]
+    with pytest.raises(ConfigurationError, match=r"vLLM: its \w+ is None, this recipe needs .*`qarl serve`"):
         stage.engine(url="http://node1:8000")
 
 
@@ -490,6 +508,39 @@ def test_weights_that_somebody_else_loaded_meanwhile_end_the_run(stage: Stage) -
     stage.service.last_load = "of another run"
     with pytest.raises(RunError, match="somebody else has loaded weights there since version 0"):
         engine.generate(stage.small.prompts(*LENGTHS), 2, stage.small.sampling, SEED)
+
+
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_what_stays_as_it_is_is_digested_and_packed_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """On the learner's side: when it arrives; what is rounded for vLLM once more."""
+    digested, packed, of_service = Counter(), Counter(), Event()
+    digest, pack, call = checksum_module._digest, compressed_tensors.pack_int4, stage.service.call
+
+    def counted_digest(name: str, tensor: Tensor) -> str:
+        digested[name] += not of_service.is_set()
+        return digest(name, tensor)
+
+    def counted_pack(codes: Tensor) -> Tensor:
+        packed[tuple(codes.shape)] += 1
+        return pack(codes)
+
+    def called(method: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        of_service.set()
+        found = call(method, message)
+        of_service.clear()
+        return found
+
+    stage.service.serves_floats = False
+    engine = stage.engine(stage.snapshot("w4a16"), transport=way, dtype="bfloat16")
+    snapshot = stage.snapshot("w4a16", version=1)
+    monkeypatch.setattr(checksum_module, "_digest", counted_digest)
+    monkeypatch.setattr(compressed_tensors, "pack_int4", counted_pack)
+    monkeypatch.setattr(stage.service, "call", called)
+    engine.load(snapshot)
+    assert [digested[name] for name in (QUERY, f"{QUERY}_scale", NORM)] == [1, 1, 2]
+    assert packed.total() == len(snapshot.schemes)
 
 
 def test_its_readings_are_of_the_last_load_and_the_last_rollout(stage: Stage) -> None:

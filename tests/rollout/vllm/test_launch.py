@@ -37,9 +37,10 @@ from qarl.rollout.vllm.launch import (
     require_vllm,
     write_model,
 )
-from qarl.sync.checksum import checksum
+from qarl.sync.checksum import checksum, digests
 from qarl.sync.compressed_tensors import FORMATS
 from qarl.sync.snapshot import take_snapshot
+from tests.rollout.vllm.conftest import served_of
 
 EMBEDDINGS = "model.embed_tokens.weight"
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -103,7 +104,8 @@ def test_without_vllm_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_not_quantized_is_rounded_once_and_rows_of_padding_are_left_out(with_biases: Any) -> None:
     decoder, snapshot = published(with_biases, "w8a8-int8")
-    served = as_served(snapshot, with_biases.sampleable, torch.bfloat16)
+    served, found = as_served(snapshot, with_biases.sampleable, torch.bfloat16, digests(snapshot.tensors))
+    assert found == digests(served.tensors)
     assert (served.version, served.schemes, served.operands) == (3, snapshot.schemes, None)
     assert served.checksum == checksum(served.tensors)
     assert served.tensors.keys() == snapshot.tensors.keys()
@@ -125,7 +127,7 @@ def test_what_is_not_quantized_is_rounded_once_and_rows_of_padding_are_left_out(
 def test_a_head_of_its_own_loses_its_padding_too(small: Any) -> None:
     apart = dataclasses.replace(small, config=dataclasses.replace(small.config, tie_embeddings=False))
     _, snapshot = published(apart, "none")
-    served = as_served(snapshot, apart.sampleable, torch.float32)
+    served = served_of(snapshot, torch.float32)
     assert served.tensors["lm_head.weight"].shape == served.tensors[EMBEDDINGS].shape == (83, 128)
     assert served.tensors[f"{QUERY}.weight"].shape == (128, 128)
     assert torch.equal(served.tensors[f"{QUERY}.weight"], snapshot.tensors[f"{QUERY}.weight"])
@@ -138,7 +140,7 @@ def test_the_folder_is_read_by_transformers_and_by_the_library(
 ) -> None:
     decoder, snapshot = published(small, scheme, dtype)
     folder = tmp_path / "model"
-    write_model(folder, small.config, as_served(snapshot, 83, dtype), "float32")
+    write_model(folder, small.config, served_of(snapshot, dtype), "float32")
 
     read = AutoConfig.from_pretrained(folder)
     assert (read.model_type, read.vocab_size, read.hidden_size, read.num_hidden_layers) == ("llama", 83, 128, 2)
@@ -217,10 +219,18 @@ def test_what_a_user_set_stands_but_for_what_changes_arithmetic(monkeypatch: pyt
 
 
 def test_one_worker_may_have_every_core_and_several_share_them_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2, 3}, raising=False)
     assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,5"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VllmEngineConfig(tensor_parallel=2))
+
+
+def test_threads_are_as_many_as_were_asked_for_and_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So Ray's actors, whose environment says `cluster.engine_cpus`, share a machine."""
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> None:
@@ -259,7 +269,8 @@ def test_adapters_are_scaled_before_they_are_rounded(small: Any, dtype: torch.dt
     learner = small.learner(lora=LoraConfig(rank=16, alpha=23.0, targets=("*.q_proj",)))
     published = learner.publish()
     tensors = {name: torch.full_like(tensor, 0.3) for name, tensor in published.tensors.items()}
-    served = adapters_as_served(dataclasses.replace(published, tensors=tensors), dtype)
+    served, found = adapters_as_served(dataclasses.replace(published, tensors=tensors), dtype)
+    assert found == digests(served.tensors)
     for name, tensor in served.tensors.items():
         expected = torch.full_like(tensor, b if "lora_B" in name else 0.3, dtype=dtype)
         torch.testing.assert_close(tensor, expected, rtol=2e-7 if dtype == torch.float32 else 0, atol=0)
@@ -280,7 +291,7 @@ def test_tables_are_json_on_the_command_line_and_lists_are_words(monkeypatch: py
 
 @pytest.mark.parametrize("head_dtype", ["float32", "model"])
 def test_the_type_of_logits_is_that_of_the_recipe(small, tmp_path: Path, head_dtype: str) -> None:
-    served = as_served(small.learner().publish(), small.sampleable, torch.bfloat16)
+    served = served_of(small.learner().publish(), torch.bfloat16)
     write_model(tmp_path / "model", small.config, served, head_dtype)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["head_dtype"] == head_dtype
 

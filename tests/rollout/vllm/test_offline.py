@@ -120,6 +120,27 @@ def test_vllm_that_cannot_start_says_so() -> None:
         engine.load(SMALL.learner(rules={}).publish())
 
 
+def test_the_first_cause_of_a_failure_in_another_process_is_told() -> None:
+    engine = start("none", "float32", options={"num_gpu_blocks_override": 1}).engine
+    with pytest.raises(ConfigurationError, match="does not start with this recipe: ValueError: No available memory"):
+        engine.load(SMALL.learner(rules={}).publish())
+
+
+def test_a_start_that_takes_too_long_is_ended() -> None:
+    found = start("none", "float32", start_timeout_s=0.1)
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"vLLM did not start within 0\.1 s \(engine\.start_timeout_s\); it was ended"):
+        found.engine.load(found.version(0))
+    assert time.monotonic() - started < 60
+    assert not [process for process in multiprocessing.active_children() if process.name.startswith("EngineCore")]
+
+
+def test_what_vllm_reads_from_the_environment_is_not_there_for_others(in_full_precision: Started) -> None:
+    environment = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout.splitlines()
+    ours = ("PYTHONWARNINGS=", "QARL_RUN=", "VLLM_WORKER_MULTIPROC_METHOD=", "VLLM_CPU_INT4_W4A8=")
+    assert not [line for line in environment if line.startswith(ours)]
+
+
 @pytest.fixture
 def mortal() -> Started:
     found = start("none", "float32", timeout_s=20.0)

@@ -343,12 +343,6 @@ def test_a_server_that_dies_between_two_rollouts_is_lost() -> None:
         client.complete([Ask([1], 8, 0)], SAMPLING, lambda finished: False)
 
 
-def test_a_slash_at_the_end_of_a_url_is_none_of_its_paths(vllm: Pretended) -> None:
-    vllm.replies[FORGET] = lambda talk, body: talk.say({"success": True})
-    Server(f"{vllm.url}/", 5.0).forget()
-    assert vllm.seen[0][0] == FORGET
-
-
 def test_what_is_asked_is_asked_of_the_adapters_that_were_loaded_last(vllm: Pretended) -> None:
     vllm.replies |= {ADAPT: lambda talk, body: talk.text("Success"), GIVE_UP: lambda talk, body: talk.text("Success")}
     vllm.replies[GENERATE] = three_tokens

@@ -9,11 +9,10 @@ pytest.importorskip("vllm")
 
 from qarl.errors import RunError
 from qarl.records import Completion, Group, Sampling, Snapshot
-from qarl.rollout.vllm.launch import as_served
-from qarl.sync.checksum import checksum
+from qarl.sync.checksum import combine, digests
 from qarl.sync.compressed_tensors import stored
 from tests.conftest import SMALL
-from tests.rollout.vllm.conftest import Started
+from tests.rollout.vllm.conftest import Started, served_of
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +54,7 @@ def test_three_versions_in_a_row_are_served_as_published(started: Started) -> No
 
 def test_bytes_that_are_sent_are_those_of_the_quantized_weights(started: Started) -> None:
     started.engine.load(started.version(1))
-    served = as_served(started.version(1), SMALL.sampleable, getattr(torch, started.dtype))
+    served = served_of(started.version(1), getattr(torch, started.dtype))
     size = sum(tensor.nbytes for tensor in stored(served.tensors, served.schemes).values())
     assert started.engine.metrics()["publish/bytes"].value() == size
     codes = sum(w.numel() for name, w in served.tensors.items() if name.removesuffix(".weight") in served.schemes)
@@ -89,12 +88,13 @@ def test_a_tensor_that_is_served_otherwise_is_named(
     assert transport is not None
     offer = transport.offer
 
-    def offer_another(snapshot: Snapshot) -> dict[str, object]:
+    def offer_another(snapshot: Snapshot, of_published: dict[str, str]) -> dict[str, object]:
         changed = snapshot.tensors[name].clone()
         element = changed.view(-1)[7:8]
         element.copy_(-element if name.endswith("weight") and element != 0 else element + 1)
         tensors = {**snapshot.tensors, name: changed}
-        return offer(dataclasses.replace(snapshot, tensors=tensors, checksum=checksum(tensors)))
+        found = digests(tensors)
+        return offer(dataclasses.replace(snapshot, tensors=tensors, checksum=combine(found)), found)
 
     monkeypatch.setattr(transport, "offer", offer_another)
     with pytest.raises(RunError, match=f"version 2.*{name}") as failure:
