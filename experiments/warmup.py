@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from experiments.tasks import CHARACTERS, TASKS, Example, Task
+from experiments.tasks import CHARACTERS, TASKS, Task, answer_of
 
 PAD, STOP = "<pad>", "<stop>"
 IGNORED = -100
@@ -54,13 +54,13 @@ def model(vocabulary: int, hidden: int, layers: int, context: int) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
-def batch_of(examples: list[Example], encode: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+def batch_of(task: Task, questions: list[str], encode: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
     """Token ids and labels [B, T]; the question and the padding are not learned."""
-    prompts = [encode(example.prompt).input_ids for example in examples]
-    works = [encode(example.work).input_ids + [encode.eos_token_id] for example in examples]
+    prompts = [encode(question).input_ids for question in questions]
+    works = [[*encode(task.work(question)).input_ids, encode.eos_token_id] for question in questions]
     length = max(len(prompt) + len(work) for prompt, work in zip(prompts, works, strict=True))
-    ids = torch.full((len(examples), length), encode.pad_token_id)
-    labels = torch.full((len(examples), length), IGNORED)
+    ids = torch.full((len(questions), length), encode.pad_token_id)
+    labels = torch.full((len(questions), length), IGNORED)
     for row, (prompt, work) in enumerate(zip(prompts, works, strict=True)):
         ids[row, : len(prompt) + len(work)] = torch.tensor(prompt + work)
         labels[row, len(prompt) : len(prompt) + len(work)] = torch.tensor(work)
@@ -77,7 +77,7 @@ def train(
     batch: int,
     lr: float,
 ) -> None:
-    """Cross entropy on freshly drawn examples; AdamW, warm-up over 100 steps, then a cosine down to a tenth."""
+    """Cross entropy on freshly drawn questions; AdamW, warm-up over 100 steps, then a cosine down to a tenth."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
 
     def factor(step: int) -> float:
@@ -87,7 +87,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     start = time.perf_counter()
     for step in range(steps):
-        ids, labels = batch_of([task(random, *sizes) for _ in range(batch)], encode)
+        ids, labels = batch_of(task, [task.draw(random, sizes) for _ in range(batch)], encode)
         output = net(input_ids=ids, labels=labels)
         optimizer.zero_grad()
         output.loss.backward()
@@ -105,8 +105,8 @@ def train(
 
 
 def write_questions(file: Path, task: Task, sizes: tuple[int, int], random: Random, count: int) -> None:
-    rows = (task(random, *sizes) for _ in range(count))
-    lines = (json.dumps({"prompt": row.prompt, "answer": row.answer}) + "\n" for row in rows)
+    questions = (task.draw(random, sizes) for _ in range(count))
+    lines = (json.dumps({"prompt": one, "answer": answer_of(task.work(one))}) + "\n" for one in questions)
     file.write_text("".join(lines), encoding="utf-8")
 
 
