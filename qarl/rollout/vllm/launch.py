@@ -150,12 +150,14 @@ def environment(config: VllmEngineConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONWARNINGS": "ignore",  # of vLLM's processes alone: this one has read it already
     }
-    if "OMP_NUM_THREADS" in os.environ:
-        # That many, wherever the system puts them: engines that share a machine must not all sit on its first cores.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    elif config.tensor_parallel == 1 and hasattr(os, "sched_getaffinity"):
-        # By default vLLM spares a core on a CPU; here learner and engine take turns, and both may have all.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    if hasattr(os, "sched_getaffinity"):
+        cores, threads = sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and int(threads) < len(cores):
+            # Wherever the system puts them: engines that share a machine must not all sit on its first cores.
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        elif config.tensor_parallel == 1:
+            # By default vLLM spares a core on a CPU; here learner and engine take turns, and both may have all.
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     decided = {
         # Else vLLM's CPU build multiplies 4-bit weights by activations that it rounds to 8 bits, and says so nowhere.
         "VLLM_CPU_INT4_W4A8": "0",

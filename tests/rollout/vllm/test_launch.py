@@ -226,11 +226,13 @@ def test_one_worker_may_have_every_core_and_several_share_them_as_vllm_does(monk
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VllmEngineConfig(tensor_parallel=2))
 
 
-def test_threads_are_as_many_as_were_asked_for_and_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("threads", "bound"), [("1", "nobind"), ("2", "nobind"), ("3", "2,3,5"), ("8", "2,3,5")])
+def test_fewer_threads_than_cores_are_bound_to_none(monkeypatch: pytest.MonkeyPatch, threads: str, bound: str) -> None:
     """So Ray's actors, whose environment says `cluster.engine_cpus`, share a machine."""
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2, 3}, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert environment(VllmEngineConfig())["VLLM_CPU_OMP_THREADS_BIND"] == bound
 
 
 def test_a_server_gets_the_same_arguments_as_flags(known_arguments: None) -> None:
