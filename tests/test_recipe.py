@@ -7,7 +7,16 @@ import pytest
 
 from qarl.errors import ConfigurationError
 from qarl.objectives import Grpo, Tbpo
-from qarl.recipe import Override, Recipe, changed_keys, load_recipe, parse_overrides, parse_recipe, to_toml
+from qarl.recipe import (
+    Override,
+    Recipe,
+    changed_keys,
+    load_recipe,
+    overrides_of,
+    parse_overrides,
+    parse_recipe,
+    to_toml,
+)
 from qarl.rollout.config import NativeEngineConfig, VllmEngineConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -258,3 +267,24 @@ def test_an_engines_table_without_a_type_is_the_native_ones(small: Path) -> None
     )
     small.write_text(SMALL + '[engine]\nurls = ["http://a:1"]\n')
     assert "engine.urls = ['http://a:1']: unknown key" in refusal(small)
+
+
+def test_a_table_stands_for_the_overrides_that_it_nests(small: Path) -> None:
+    table = tomllib.loads('rewards.0.weight = 2.0\n[objective]\nclip.x = 1\ntype = "grpo"\n[quant]\nrules = {}\n')
+    assert overrides_of(table, "table [a]") == [
+        Override(("rewards", "0", "weight"), 2.0, "table [a]"),
+        Override(("objective", "type"), "grpo", "table [a]"),
+        Override(("objective", "clip", "x"), 1, "table [a]"),
+        Override(("quant", "rules"), {}, "table [a]"),
+    ]
+
+
+def test_a_mistake_is_told_with_where_its_override_comes_from(small: Path) -> None:
+    table = tomllib.loads(small.read_text())
+    overrides = [*overrides_of({"steps": 0}, "table [a]"), *overrides_of({"group_size": 1}, "table [b]")]
+    with pytest.raises(ConfigurationError, match=r"^table \[a\]: steps = 0: must be"):
+        parse_recipe(table, "small.toml", overrides)
+    with pytest.raises(ConfigurationError, match=r"^small\.toml with the table \[b\]: group_size = 1 with"):
+        parse_recipe(table, "small.toml", overrides[1:])
+    with pytest.raises(ConfigurationError, match=r"^table \[c\]: steps\.x: steps is a value"):
+        parse_recipe(table | {"steps": 1}, "small.toml", overrides_of({"steps": {"x": 1}}, "table [c]"))

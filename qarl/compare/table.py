@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from qarl.compare.results import Results, RunResult
 from qarl.compare.statistics import Arrivals, Estimate, arrivals, estimate, paired
 
+MOST_NAMES = 5
+"""Of runs that have not begun; the others are counted."""
+
 
 def write_table(results: Results) -> str:
     """The whole text of `table.md`."""
@@ -102,7 +105,9 @@ def early_ends(results: Results) -> list[str]:
         for run in results.runs
         if run.state != "finished" and run not in waiting
     ]
-    return [*lines, *([f"not begun: {', '.join(run.name for run in waiting)}"] if waiting else [])]
+    names = ", ".join(run.name for run in waiting[:MOST_NAMES])
+    more = len(waiting) - MOST_NAMES
+    return [*lines, *([f"not begun: {names}{f' and {more} more' if more > 0 else ''}"] if waiting else [])]
 
 
 def early_end(run: RunResult) -> str:

@@ -21,7 +21,7 @@ from tests.compare.conftest import EXPERIMENT
         (-signal.SIGKILL, "step 1/5", Outcome("failed", "ended by SIGKILL")),
         (
             1,
-            "step 3/5\nqarl: stopped after step 3: answers are empty: completion/empty = 1; /a/3 is the last checkpoint\n",
+            "step\nqarl: stopped after step 3: answers are empty: completion/empty = 1; /a/3 is the last checkpoint\n",
             Outcome("stopped", "answers are empty: completion/empty = 1"),
         ),
         (1, "qarl: the disk is full; no checkpoint was saved yet", Outcome("failed", "the disk is full")),

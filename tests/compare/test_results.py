@@ -1,6 +1,5 @@
 """What is read from a run's files, with numbers worked out by hand; and that it is kept and read back whole."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +82,8 @@ def test_results_are_read_back_as_they_were_kept(tmp_path: Path, comparison: Com
     path = tmp_path / "results.json"
     path.write_text(results.to_json())
     assert read_results(path, comparison) == results
-    assert (
-        len(results.to_json().splitlines())
-        == len(json.dumps(json.loads(results.to_json()) | {"runs": []}, indent=1).splitlines()) + 3
-    )
+    lines = [line.strip()[:13] for line in results.to_json().splitlines() if '"seed":0' in line]
+    assert lines == ['{"arm":"plain', '{"arm":"tbpo"'], "a line for every run: a change of one is a change of one line"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +113,10 @@ def test_a_title_may_change(tmp_path: Path, experiment: Path, comparison: Compar
 
 def test_a_file_that_holds_no_results_is_named(tmp_path: Path, comparison: Comparison):
     path = tmp_path / "results.json"
-    with pytest.raises(ConfigurationError, match="results.json: cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"results\.json: cannot be read"):
         read_results(path, comparison)
     path.write_text('{"runs": []}')
-    with pytest.raises(ConfigurationError, match=r"results.json: name: is required"):
+    with pytest.raises(ConfigurationError, match=r"results\.json: name: is required"):
         read_results(path, comparison)
 
 

@@ -110,6 +110,8 @@ def test_a_run_that_ended_early_counts_and_is_told(comparison: Comparison):
 def test_runs_that_have_not_begun_are_one_line(comparison: Comparison):
     waiting = [result(arm, 1, None, state="unfinished", steps=0) for arm in ("plain", "tbpo")]
     assert early_ends(results_of(comparison, *waiting)) == ["not begun: plain/seed-1, tbpo/seed-1"]
+    many = [result("plain", seed, None, state="unfinished", steps=0) for seed in range(8)]
+    assert early_ends(results_of(comparison, *many))[0].endswith("plain/seed-4 and 3 more")
 
 
 def test_a_table_is_aligned_and_its_cells_cannot_break_it():

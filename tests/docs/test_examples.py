@@ -2,11 +2,13 @@
 
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from qarl.compare.experiment import load_comparison
 from qarl.recipe import load_recipe, parse_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,3 +41,13 @@ def test_a_command_on_a_page_is_valid(command: str) -> None:
     recipe, *overrides = shlex.split(re.sub(r"\$\w+|\bS\b", "1", command))
     kept = [one for one in overrides if not one.startswith(("--run-dir", "--resume"))]
     assert load_recipe(ROOT / recipe, kept).steps >= 1
+
+
+def test_the_experiment_on_the_page_is_valid(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "compare.md").read_text()
+    (block,) = [one for one in re.findall(r"```toml\n(.*?)```", page, re.S) if "[arms." in one]
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    path = tmp_path / "recipes" / "rounding.toml"
+    path.write_text(block)
+    assert len(load_comparison(path).arms) == 3
+    assert load_comparison(path, is_short=True).seeds == (0,)
