@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 SEED = (5, 3)
-LONG = ("--sampling.max_new_tokens=1500", "--prompts.max_prompt_tokens=256", "--eval.count=1")
+LONG = ("--sampling.max_new_tokens=1500", "--prompts.max_prompt_tokens=256", "--eval.count=1", "--group_size=16")
 """Rollouts of seconds, so that something can happen in them."""
 
 
