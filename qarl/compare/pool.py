@@ -62,7 +62,6 @@ class Pool:
                     self._watcher.passed()
             except Interrupted:
                 self._watcher.stopping(len(self._running))
-                self._waiting.clear()
                 self._signal_all(signal.SIGINT)
                 self._wait()
                 raise

@@ -34,7 +34,7 @@ steps = 3
 """
 
 STAND_IN = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 folder, way = Path(sys.argv[1]), sys.argv[2]
 (folder / "checkpoints" / "step-1").mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,8 @@ if way == "waits":
     time.sleep(60)
 if way == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (folder / "deaf").touch()
+    (folder / "deaf.tmp").write_text(str(os.getpid()))
+    (folder / "deaf.tmp").rename(folder / "deaf")
     time.sleep(60)
 if way == "stops":
     print("step 1/5  reward 0.1")
