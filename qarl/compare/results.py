@@ -65,6 +65,10 @@ class RunResult(Config):
         return f"{self.arm}/seed-{self.seed}"
 
     @property
+    def has_begun(self) -> bool:
+        return self.state != "unfinished" or self.steps > 0
+
+    @property
     def counts(self) -> bool:
         """Whether its last readings are a result: it ended, well or badly, and trained at all."""
         return self.state != "unfinished" and self.steps > 0

@@ -47,9 +47,10 @@ def main_rows(results: Results) -> list[dict[str, str]]:
 
 
 def ranked(results: Results) -> list[str]:
-    """Names of arms by the metric, the best first."""
+    """Names of the arms that have begun, by the metric, the best first."""
     sign = -1.0 if results.settings["better"] == "higher" else 1.0
-    found = {name: estimate(list(results.values(name, results.settings["metric"]).values())) for name in results.arms}
+    begun = [name for name in results.arms if any(run.arm == name and run.has_begun for run in results.runs)]
+    found = {name: estimate(list(results.values(name, results.settings["metric"]).values())) for name in begun}
     return sorted(found, key=lambda name: math.inf if (one := found[name]) is None else sign * one.mean)
 
 
@@ -99,7 +100,7 @@ def target_note(results: Results) -> str:
 
 def early_ends(results: Results) -> list[str]:
     """A line for every run that stopped, failed, or is not finished, and one for those that have not begun."""
-    waiting = [run for run in results.runs if run.state == "unfinished" and not run.steps]
+    waiting = [run for run in results.runs if not run.has_begun]
     lines = [
         f"{run.name}: {early_end(run)}{_old_reading(results, run)}"
         for run in results.runs

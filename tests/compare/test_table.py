@@ -69,6 +69,12 @@ def test_where_less_is_better_the_least_is_first(comparison: Comparison):
     assert [row["arm"] for row in main_rows(results)] == ["tbpo", "full precision, GRPO"]
 
 
+def test_an_arm_that_has_not_begun_has_no_row(comparison: Comparison):
+    results = results_of(comparison, result("plain", 0, 0.5), result("tbpo", 0, None, state="unfinished", steps=0))
+    assert [row["arm"] for row in main_rows(results)] == ["full precision, GRPO"]
+    assert early_ends(results) == ["not begun: tbpo/seed-0"]
+
+
 def test_an_arm_without_a_reading_comes_last_and_a_single_run_has_no_interval(comparison: Comparison):
     results = results_of(comparison, result("plain", 0, 0.5), result("tbpo", 0, None, state="failed", steps=0))
     rows = main_rows(results)
