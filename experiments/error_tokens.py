@@ -84,7 +84,8 @@ def scores(judged: Sequence[Judged], sign: Sign) -> dict[str, float]:
 def learner_logprobs(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """What the full-precision model gives each token."""
     logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    found: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return found
 
 
 def judge(task: str, written: Written, model: LlamaForCausalLM | None) -> Judged:
