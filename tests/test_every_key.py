@@ -179,6 +179,7 @@ TRIALS: dict[str, tuple[Trial, ...]] = {
     "health.no_gradient.limit": trial("-1e6"),
     "health.*.limit": trial("1e6"),
     "health.*.steps": trial("9"),
+    "health.*.relative": trial("true"),
     "health.*.action": trial("off", "warn"),
 }  # fmt: skip
 """A key may match several patterns; the first counts. Types, and keys with a few known values, get all of those."""
