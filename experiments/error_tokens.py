@@ -8,10 +8,10 @@ On the test beds the truth is known: there is one right way to write the work. O
 first wrong one are judged, and none after it: they follow from it.
 
 Prose has no right way, so `labelled.jsonl` was labelled by reading: completions of SmolLM2-135M at temperature 1 with
-weights of 4 bits (all but one of 24) and of 3 bits (the first 8). One reader, a language model, saw the text alone, token
-by token, before any probability. `e`: an error, a token that breaks a text which made sense so far or is absurd in its
-place (a garbled word, a non-sequitur, a number copied wrongly); `f`: fine, and so are wrong facts; `a`: after an error, in
-garbage or a loop, where nobody can say. Left out is the completion whose probabilities had been seen.
+weights of 4 bits (all but one of 24) and of 3 bits (the first 8). One reader, a language model, saw the text alone,
+token by token, before any probability. `e`: an error, a token that breaks a text which made sense so far or is
+absurd in its place (a garbled word, a non-sequitur, a number copied wrongly); `f`: fine, and so are wrong facts; `a`:
+after an error, in garbage or a loop, where nobody can say. One completion, whose probabilities had been seen, is left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RUN_REACH = 4
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A completion's log-probabilities and labels, one of ERROR, FINE, AFTER a token; `learner` is empty if not asked for."""
+    """A completion's log-probabilities and labels (ERROR, FINE, AFTER); `learner` is empty if not asked for."""
 
     engine: Sequence[float]
     learner: Sequence[float]

@@ -58,10 +58,12 @@ class Health(Config):
     """
 
     repetition: Rule = Field(
-        Rule(limit=0.5, steps=3, action="stop"), description="Share of 4-grams that occurred before in a completion."
+        Rule(limit=0.3, relative=True, steps=3, action="stop"),
+        description="Share of 4-grams that occurred before in a completion.",
     )
     error_tokens: Rule = Field(
-        Rule(limit=0.1, steps=3, action="stop"), description="Share of tokens whose probability was below 1e-4."
+        Rule(limit=0.1, relative=True, steps=3, action="stop"),
+        description="Share of tokens whose probability was below 1e-4.",
     )
     empty: Rule = Field(
         Rule(limit=0.9, steps=3, action="stop"), description="Share of completions that stop at their first token."
