@@ -11,7 +11,7 @@ Prose has no right way, so `labelled.jsonl` was labelled by reading: completions
 weights of 4 bits (all but one of 24) and of 3 bits (the first 8). One reader, a language model, saw the text alone,
 token by token, before any probability. `e`: an error, a token that breaks a text which made sense so far or is
 absurd in its place (a garbled word, a non-sequitur, a number copied wrongly); `f`: fine, and so are wrong facts; `a`:
-after an error, in garbage or a loop, where nobody can say. One completion, whose probabilities had been seen, is left out.
+after an error, in garbage or a loop, where nobody can say. One completion whose probabilities had been seen is absent.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _share(part: int, whole: int) -> float:
 def learner_logprobs(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """What the full-precision model gives each token."""
     logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    logprobs: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return logprobs
 
 
 def judge(task: str, written: Written, model: LlamaForCausalLM | None) -> Judged:
