@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,11 @@ class Rule(Config):
     """When a sign counts, and what follows."""
 
     limit: float = Field(description="The reading from which on the sign counts.")
+    relative: bool = Field(
+        False,
+        description="Count the limit from the sign's first reading in the run, taken before any update: what is usual "
+        "for one task is a collapse for another.",
+    )
     steps: int = Field(ge=1, description="For how many steps in a row.")
     action: Literal["off", "warn", "stop"] = Field(
         description="`warn`: a line in run.log, once until the sign has gone; `stop`: the run saves and ends with it."
@@ -52,10 +58,12 @@ class Health(Config):
     """
 
     repetition: Rule = Field(
-        Rule(limit=0.5, steps=3, action="stop"), description="Share of 4-grams that occurred before in a completion."
+        Rule(limit=0.3, relative=True, steps=3, action="stop"),
+        description="Share of 4-grams that occurred before in a completion.",
     )
     error_tokens: Rule = Field(
-        Rule(limit=0.1, steps=3, action="stop"), description="Share of tokens whose probability was below 1e-4."
+        Rule(limit=0.1, relative=True, steps=3, action="stop"),
+        description="Share of tokens whose probability was below 1e-4.",
     )
     empty: Rule = Field(
         Rule(limit=0.9, steps=3, action="stop"), description="Share of completions that stop at their first token."
@@ -102,6 +110,7 @@ class Watch:
     def __init__(self, health: Health) -> None:
         self._rules = {name: health.rule(name) for name in SIGNS if health.rule(name).action != "off"}
         self._steps = dict.fromkeys(self._rules, 0)
+        self._first: dict[str, float] = {}
 
     def look(self, metrics: Mapping[str, float | None]) -> tuple[list[str], list[str]]:
         """Warnings, and reasons to stop, after one more step with these metrics; an absent reading shows nothing."""
@@ -109,12 +118,20 @@ class Watch:
         for name, rule in self._rules.items():
             sign = SIGNS[name]
             reading = metrics.get(sign.metric)
-            shows = reading is not None and sign.shows(reading, rule.limit)
+            limit = rule.limit + (self._first_reading(name, reading) if rule.relative else 0.0)
+            shows = reading is not None and sign.shows(reading, limit)
             self._steps[name] = self._steps[name] + 1 if shows else 0
             # A warning is said once; a run that was stopped and goes on stops again until its limits are others.
             if self._steps[name] == rule.steps or (rule.action == "stop" and self._steps[name] > rule.steps):
                 due[rule.action].append(
                     f"{sign.meaning}: {sign.metric} = {reading:.4g} for {self._steps[name]} steps in a row "
-                    f"(health.{name}.limit = {rule.limit:g})"
+                    f"(health.{name}.limit = {rule.limit:g}"
+                    + (f" above the first reading, {self._first[name]:.4g})" if rule.relative else ")")
                 )
         return due["warn"], due["stop"]
+
+    def _first_reading(self, name: str, reading: float | None) -> float:
+        """NaN, with which nothing shows, until there is one."""
+        if reading is not None and not math.isnan(reading):
+            self._first.setdefault(name, reading)
+        return self._first.get(name, math.nan)

@@ -51,3 +51,19 @@ def test_every_sign_can_be_silenced(name: str) -> None:
     silent = Watch(Health(**{name: Rule(limit=0.0, steps=1, action="off")}))
     assert len(loud.look({SIGNS[name].metric: bad})[0]) == 1
     assert silent.look({SIGNS[name].metric: bad}) == ([], [])
+
+
+def test_a_relative_limit_is_counted_from_the_first_reading() -> None:
+    watch = Watch(Health(repetition=Rule(limit=0.25, relative=True, steps=1, action="stop")))
+    readings = [math.nan, 0.5, 0.74, 0.75, 0.3]
+    found = [watch.look({"completion/repetition": one})[1] for one in readings]
+    assert [bool(one) for one in found] == [False, False, False, True, False]
+    assert found[3] == [
+        "answers repeat themselves: completion/repetition = 0.75 for 1 steps in a row "
+        "(health.repetition.limit = 0.25 above the first reading, 0.5)"
+    ]
+
+
+def test_nothing_is_shown_against_a_first_reading_that_is_not_there() -> None:
+    watch = Watch(Health(repetition=Rule(limit=-1.0, relative=True, steps=1, action="stop")))
+    assert watch.look({}) == ([], [])
