@@ -6,28 +6,26 @@ python docs/draw_results.py --out docs/img/arms.png experiments/results/addition
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from qarl.compare.page import arm_curves
+from qarl.compare.results import Results
 
-def draw(axes: Axes, results: dict[str, Any], metric: str) -> None:
-    """The mean over an arm's runs as a line, from the lowest to the highest as a band; of `window` steps each."""
-    window = results["settings"]["window"]
-    for index, (name, arm) in enumerate(results["arms"].items()):
-        curves = [run["curves"][metric] for run in results["runs"] if run["arm"] == name and run["state"] == "finished"]
-        if not curves:
+
+def draw(axes: Axes, results: Results, metric: str) -> None:
+    """An arm's mean and band as `qarl compare` has them on its page."""
+    for index, (name, arm) in enumerate(results.arms.items()):
+        if not results.runs_of(name):
             continue
-        smooth = np.stack([np.convolve(curve, np.full(window, 1 / window), "valid") for curve in curves])
-        steps = np.arange(window, window + smooth.shape[1])
-        axes.plot(steps, smooth.mean(0), f"C{index}", label=f"{arm['title']} ({len(curves)})")
-        axes.fill_between(steps, smooth.min(0), smooth.max(0), color=f"C{index}", alpha=0.15, linewidth=0)
-    axes.set(xlabel="steps", ylabel=f"{metric}, mean of {window} steps", title=results["name"])
+        mean = arm_curves(results, name, metric)[-1]
+        axes.plot(mean.x, mean.y, f"C{index}", label=f"{arm.title} ({len(results.runs_of(name))})")
+        if mean.low is not None and mean.high is not None:
+            axes.fill_between(mean.x, mean.low, mean.high, color=f"C{index}", alpha=0.15, linewidth=0)
+    axes.set(xlabel="steps", ylabel=f"{metric}, mean of {results.settings['window']} steps", title=results.name)
     axes.grid(alpha=0.3)
 
 
@@ -41,7 +39,7 @@ def main() -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(given.results), squeeze=False)[0]
     for axes, path in zip(panels, given.results, strict=True):
-        draw(axes, json.loads(path.read_text(encoding="utf-8")), given.metric)
+        draw(axes, Results.model_validate_json(path.read_text(encoding="utf-8")), given.metric)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, title="arm (runs)")
     given.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.out, dpi=90)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from experiments.tasks import TASKS, first_wrong
 from experiments.warmup import tokenizer
@@ -118,13 +118,13 @@ def learner_logprobs(model: LlamaForCausalLM, prompt: Sequence[int], tokens: Seq
     return logprobs
 
 
-def judge(task: str, written: Written, model: LlamaForCausalLM | None) -> Judged:
+def judge(task: str, written: Written, encode: PreTrainedTokenizerFast, model: LlamaForCausalLM | None) -> Judged:
     """A completion of a bed: all that comes after the first wrong token follows from it."""
-    tokens = list(written.token_ids)
+    tokens = written.token_ids
     wrong = first_wrong(TASKS[task].work(written.prompt), written.completion, written.finish_reason == "stop")
     return Judged(
         engine=written.engine_logprobs,
-        learner=[] if model is None else learner_logprobs(model, tokenizer()(written.prompt).input_ids, tokens),
+        learner=[] if model is None else learner_logprobs(model, encode(written.prompt).input_ids, tokens),
         labels=FINE * len(tokens) if wrong is None else f"{FINE * wrong}{ERROR}{AFTER * (len(tokens) - wrong - 1)}",
     )
 
@@ -174,7 +174,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.truth == "bed":
         model = None if given.learner is None else LlamaForCausalLM.from_pretrained(given.learner, dtype=torch.float32)
-        judged = [judge(given.task, one, model) for one in _written(given.run, given.steps)]
+        encode = tokenizer()
+        judged = [judge(given.task, one, encode, model) for one in _written(given.run, given.steps)]
         unquantized, has_learner = [], model is not None
     else:
         judged, has_learner = read_labelled(given.file), True
