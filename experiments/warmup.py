@@ -2,8 +2,8 @@
 
     python -m experiments.warmup addition --out runs/beds/addition
 
-makes a model folder of 0.9 million parameters, and `train.jsonl` and `held-out.jsonl` with questions for the runs, in
-about ten minutes on one thread. The same command on the same machine makes the same files.
+makes a model folder of 0.9 million parameters, and `train.jsonl` and `held-out.jsonl` with questions for the runs, on
+one thread in ten minutes to half an hour. The same command on the same machine makes the same files.
 """
 
 from __future__ import annotations
